@@ -15,7 +15,7 @@ use denormd_mongo::error::{Error, Kind, Result};
 use denormd_model::distribution::{Known, Unknown};
 
 /// Server-side time limit of one query.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Sends queries to one cluster, or to one of its members.
 #[derive(Debug, Clone)]
@@ -57,7 +57,7 @@ impl Ask {
         let collection = self.client.database(&ns.database).collection::<Document>(&ns.collection);
         let started = Instant::now();
         let answer = async {
-            let mut asked = collection.aggregate(pipeline).max_time(PATIENCE).batch_size(5000);
+            let mut asked = collection.aggregate(pipeline).max_time(TIMEOUT).batch_size(5000);
             if let Some(keys) = hint {
                 asked = asked.hint(mongodb::options::Hint::Keys(keys));
             }
@@ -68,7 +68,7 @@ impl Ask {
 
     /// Runs a command that returns one document.
     pub async fn command(&self, database: &str, mut command: Document, needs: &str) -> Result<Known<Document>> {
-        command.insert("maxTimeMS", Bson::Int64(i64::try_from(PATIENCE.as_millis()).unwrap_or(i64::MAX)));
+        command.insert("maxTimeMS", Bson::Int64(i64::try_from(TIMEOUT.as_millis()).unwrap_or(i64::MAX)));
         let started = Instant::now();
         let answer = Box::pin(self.client.database(database).run_command(command).into_future()).await;
         known(answer.map_err(Error::from), needs, database, started)

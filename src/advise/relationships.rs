@@ -27,7 +27,7 @@ pub struct End {
 
 /// The evidence for a relationship, the most certain first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Found {
+pub enum Evidence {
     /// By `--match`, or by a rule of the config.
     Told,
     /// By a `$lookup` in the log of slow queries.
@@ -40,7 +40,7 @@ pub enum Found {
     Values,
 }
 
-impl Found {
+impl Evidence {
     /// The evidence in words.
     #[must_use]
     pub fn words(self) -> &'static str {
@@ -62,7 +62,7 @@ pub struct Link {
     /// The referenced field.
     pub held: End,
     /// The evidence for the relationship.
-    pub found: Found,
+    pub found: Evidence,
     /// Existing copies, as pairs of a referring document's field and the referenced document's field.
     pub copies: Vec<(FieldPath, FieldPath)>,
 }
@@ -196,7 +196,7 @@ pub(crate) fn links(holders: &[Holder], keys: &[HeldKey], present: &[HashSet<Key
 }
 
 /// Rates the evidence that a field refers to a key, with the share of its values that exist; None if it is too weak.
-fn rate(holder: &Holder, key: &HeldKey, present: &HashSet<Key>) -> Option<(Found, f64)> {
+fn rate(holder: &Holder, key: &HeldKey, present: &HashSet<Key>) -> Option<(Evidence, f64)> {
     let tried = holder.values.len() as u64;
     let there = holder.values.iter().filter_map(|value| as_class(value, key.class));
     let there = there.filter(|value| present.contains(&Key::one(value.clone()))).count() as u64;
@@ -217,7 +217,7 @@ fn rate(holder: &Holder, key: &HeldKey, present: &HashSet<Key>) -> Option<(Found
             !converted && !same_collection && tried >= 10 && there == tried && holder.distinct * 2 >= key.count
         }
     };
-    let found = if spoken { Found::NameAndValues } else { Found::Values };
+    let found = if spoken { Evidence::NameAndValues } else { Evidence::Values };
     enough.then_some((found, share))
 }
 
@@ -280,7 +280,7 @@ pub fn db_refs(collections: &[Sampled<'_>]) -> Vec<Link> {
             let database = texts(beside("$db")).into_iter().next().map_or(namespace.database.clone(), |(name, _)| name);
             let holder = End { namespace: (*namespace).clone(), path: field.path.clone() };
             let held = End { namespace: Namespace { database, collection }, path: id.clone() };
-            links.push(Link { holder, held, found: Found::DbRef, copies: Vec::new() });
+            links.push(Link { holder, held, found: Evidence::DbRef, copies: Vec::new() });
         }
     }
     links
@@ -292,7 +292,7 @@ pub fn joined(told: Vec<Link>, db_refs: Vec<Link>, found: Vec<Link>) -> Vec<Link
     let mut links: Vec<Link> = Vec::new();
     for link in told.into_iter().chain(db_refs).chain(found) {
         let known = |other: &Link| {
-            (other.holder == link.holder && (other.found <= Found::Joined || other.held == link.held))
+            (other.holder == link.holder && (other.found <= Evidence::Joined || other.held == link.held))
                 || (other.holder == link.held && other.held == link.holder)
         };
         match links.iter_mut().find(|other| known(other)) {

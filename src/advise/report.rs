@@ -35,7 +35,7 @@ use super::{
     inventory::{self, Collection, Inventory},
     names,
     reads::{self, Reads},
-    relationships::{self, End, Found, HeldKey, Link, Sampled},
+    relationships::{self, End, Evidence, HeldKey, Link, Sampled},
     updates::{self, History},
 };
 use denormd_model::distribution::{Distribution, Known};
@@ -181,7 +181,7 @@ async fn find(
     let mut told = Vec::new();
     for (holder, held) in &options.told {
         let (holder, held) = (end(inspection, options, holder)?, end(inspection, options, held)?);
-        told.push(Link { holder, held, found: Found::Told, copies: Vec::new() });
+        told.push(Link { holder, held, found: Evidence::Told, copies: Vec::new() });
     }
     told.extend(of_rules(plan, notes));
     told.extend(joined_by_lookups(inspection, reads));
@@ -236,7 +236,7 @@ fn of_rules(plan: &Plan, notes: &mut Vec<String>) -> Vec<Link> {
         // The referring side is the one that is not matched by its `_id`, or else the one with an array.
         let source_refers = target.path.to_string() == "_id" || (source.path.has_each() && !target.path.has_each());
         let (holder, held) = if source_refers { (source, target) } else { (target, source) };
-        let link = Link { holder, held, found: Found::Told, copies: Vec::new() };
+        let link = Link { holder, held, found: Evidence::Told, copies: Vec::new() };
         if !links.contains(&link) {
             links.push(link);
         }
@@ -260,7 +260,7 @@ fn joined_by_lookups(inspection: &Inventory, reads: &Reads) -> Vec<Link> {
             let foreign = End { namespace: from, path: foreign };
             let backwards = local.path.to_string() == "_id" || (foreign.path.has_each() && !local.path.has_each());
             let (holder, held) = if backwards { (foreign, local) } else { (local, foreign) };
-            let link = Link { holder, held, found: Found::Joined, copies: Vec::new() };
+            let link = Link { holder, held, found: Evidence::Joined, copies: Vec::new() };
             if !links.contains(&link) {
                 links.push(link);
             }

@@ -285,7 +285,7 @@ and the indexes of the collections. It names hosts, databases, collections and f
         to: Option<PathBuf>,
         /// The daemon to ask.
         #[command(flatten)]
-        asked: Asked,
+        asked: DaemonAddress,
     },
     /// Prints the settings in force, each with its origin. Passwords are hidden.
     #[command(after_help = "Examples:
@@ -450,7 +450,7 @@ Exit status: 0 if a daemon answers, whatever its state (see `health`), 1 if none
     Status {
         /// The daemon to ask.
         #[command(flatten)]
-        asked: Asked,
+        asked: DaemonAddress,
     },
     /// Shows the running daemon's status live in the terminal: lag, rates, backfills, causes, and a row for each rule.
     #[command(after_help = "Examples:
@@ -465,7 +465,7 @@ Exit status: 0 quit, 1 failed, 2 usage, or not a terminal (use `status`).")]
     Top {
         /// The daemon to ask.
         #[command(flatten)]
-        asked: Asked,
+        asked: DaemonAddress,
     },
     /// Shows the timeline: leaders, problems and their duration, reloads, backfills. Reads it from the state database.
     #[command(after_help = "Examples:
@@ -491,7 +491,7 @@ The same text is in deploy/RUNBOOK.md.")]
         alert: Option<String>,
         /// The daemon to ask.
         #[command(flatten)]
-        asked: Asked,
+        asked: DaemonAddress,
     },
     /// Waits until everything up to now (or up to an operation time) is applied, so that you read your own writes.
     #[command(after_help = "Examples:
@@ -505,7 +505,7 @@ Exit status: 0 applied, 1 not within the timeout or no leader answers, 2 usage."
     Wait {
         /// The daemon to ask.
         #[command(flatten)]
-        asked: Asked,
+        asked: DaemonAddress,
         /// The operation time to wait for, as seconds.increment.
         #[arg(long, value_name = "TIME")]
         operation_time: Option<String>,
@@ -596,7 +596,7 @@ Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
     Health {
         /// The daemon to ask.
         #[command(flatten)]
-        asked: Asked,
+        asked: DaemonAddress,
         /// Check that it is alive, not that it is ready.
         #[arg(long)]
         live: bool,
@@ -623,7 +623,7 @@ impl From<&str> for Layers {
 
 /// The daemon that a command asks.
 #[derive(Debug, Default, clap::Args)]
-pub struct Asked {
+pub struct DaemonAddress {
     /// The daemon's address, if it differs from the config's http.listen: IP:PORT, HOST:PORT or https://HOST:PORT.
     #[arg(long)]
     pub address: Option<Address>,

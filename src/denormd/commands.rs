@@ -32,7 +32,7 @@ use std::{io::Write, path::PathBuf, sync::Arc};
 use bson::{Bson, oid::ObjectId};
 
 use crate::{
-    cli::{Asked, Cli, Command},
+    cli::{Cli, Command, DaemonAddress},
     server::client::{Daemon, Trust},
 };
 use denormd_engine::{
@@ -171,7 +171,7 @@ fn top(_: crate::cli::Output, _: Daemon) -> std::future::Ready<Result<(), Failur
 
 /// The daemon to ask: the one at the address that is given, or where the config says that it listens. A config that has been broken
 /// since the daemon read it does not prevent that.
-fn daemon(cli: &Cli, environment: &[(String, String)], asked: &Asked) -> Result<Daemon, Failure> {
+fn daemon(cli: &Cli, environment: &[(String, String)], asked: &DaemonAddress) -> Result<Daemon, Failure> {
     let loaded = config::load(&cli.config, environment);
     let (token, certificate) = match &loaded {
         Ok(loaded) => (loaded.config.http.token.clone(), loaded.config.http.certificate.clone()),

@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::logging::TIMELINE;
 use canary::Canary;
-use causes::Found;
+use causes::ActiveCause;
 use currency::Currency;
 use denormd_engine::{
     deployment::lease::Holder,
@@ -207,7 +207,7 @@ struct View {
     leadership: Leadership,
     snapshot: Option<Snapshot>,
     lags: Lags,
-    causes: Vec<Found>,
+    causes: Vec<ActiveCause>,
 }
 
 impl Board {

@@ -35,9 +35,9 @@ use denormd_mongo::{
 };
 
 /// Interval between checks for free partitions, or for too many of its own.
-const POLL: Duration = Duration::from_millis(500);
+const PARTITION_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval between checks of a running pipeline.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for which an instance that failed to start leading takes no partitions, so that another instance takes them.
 const UNFIT: Duration = Duration::from_secs(30);
 /// The same for a deployment that is not divided: the others look for a free lease more often than that.
@@ -192,7 +192,7 @@ impl Share {
         context: Arc<Context>,
         follows: impl Fn(&Handle, bool) + Send + Sync + 'static,
     ) -> Self {
-        let mut tick = interval(POLL);
+        let mut tick = interval(PARTITION_POLL_INTERVAL);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Self {
             deployment,
@@ -453,7 +453,7 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
         match attempt.await {
             Err(error) if error.is_transient() => {
                 tracing::warn!(error = %error.message, "the pipeline cannot start yet; retrying");
-                tokio::time::sleep(POLL).await;
+                tokio::time::sleep(PARTITION_POLL_INTERVAL).await;
             }
             result => return result,
         }
@@ -463,7 +463,7 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
 /// Waits until the pipeline has ended by itself.
 async fn finished(handle: &Handle) {
     while !handle.is_finished() {
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 

@@ -13,14 +13,14 @@ const BACKLOG: usize = 500;
 /// The delay of that request: changes of other rules, and of the rules that this one feeds, wait as long.
 const PAUSE: Duration = Duration::from_millis(15);
 /// Interval between checks of the backlog.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time that the server waits for an event before it answers with an empty batch. An empty batch carries a token as
 /// well: it tells how far the stream is when only our own writes, which are not sent, have moved the oplog.
 const AWAIT: Duration = Duration::from_millis(100);
 /// The same while there is a backlog.
 const AWAIT_BRIEFLY: Duration = Duration::from_millis(1);
 /// Time without an answer after which a stream is late: half as long again as an idle stream takes ([`AWAIT`]).
-const LATE: Duration = Duration::from_millis(150);
+const LATE_STREAM: Duration = Duration::from_millis(150);
 /// Time without an answer after which a stream does not work at all. Fewer batches would not help it.
 const SILENT: Duration = Duration::from_secs(5);
 /// While a stream is late, one batch runs of this many. In the stream, the changes of other rules come after those of the
@@ -28,7 +28,7 @@ const SILENT: Duration = Duration::from_secs(5);
 const ONE_OF: usize = 3;
 /// Delay of work that shrinks by waiting, while a stream is known to hold more. After the delay, one batch of it runs
 /// at a time, so that the server's remaining capacity is free for the stream.
-const PATIENCE: Duration = Duration::from_secs(1);
+const COALESCING_DELAY: Duration = Duration::from_secs(1);
 /// Recomputing one key is only spaced out if it takes longer than this.
 const CHEAP: Duration = Duration::from_millis(20);
 /// The longest pause between two recomputes of one key.
@@ -58,7 +58,7 @@ impl Polling {
     pub async fn pause(backlog: impl Fn() -> usize) -> Self {
         let until = Instant::now() + PAUSE;
         while backlog() > BACKLOG && Instant::now() < until {
-            sleep(LOOK).await;
+            sleep(POLL_INTERVAL).await;
         }
         Self::of(backlog())
     }
@@ -68,7 +68,7 @@ impl Polling {
 /// more, and `silent` has the time since the last answer of each stream. Without `room` in the queue, no stream is read.
 #[must_use]
 pub fn batches(most: usize, room: bool, more: bool, mut silent: impl Iterator<Item = Duration>) -> usize {
-    let is_late = |silent: Duration| silent > LATE && silent < SILENT;
+    let is_late = |silent: Duration| silent > LATE_STREAM && silent < SILENT;
     if room && (more || silent.any(is_late)) { most.div_ceil(ONE_OF) } else { most }
 }
 
@@ -88,7 +88,7 @@ impl Deferral {
             return false;
         }
         let since = *self.since.get_or_insert(now);
-        if now.saturating_duration_since(since) < PATIENCE || runs {
+        if now.saturating_duration_since(since) < COALESCING_DELAY || runs {
             return true;
         }
         if !waits() {
@@ -119,7 +119,7 @@ mod tests {
             let before = begun.elapsed();
             let polling = Polling::pause(backlog).await;
             let paused = begun.elapsed().saturating_sub(before);
-            assert!(paused >= expected && paused < expected + LOOK, "{paused:?}, not {expected:?}");
+            assert!(paused >= expected && paused < expected + POLL_INTERVAL, "{paused:?}, not {expected:?}");
             assert_eq!(polling.wait(), then);
         };
         pauses(&|| BACKLOG, Duration::ZERO, AWAIT).await;
@@ -129,16 +129,16 @@ mod tests {
             checks.set(checks.get() + 1);
             if checks.get() < 4 { usize::MAX } else { 0 }
         };
-        pauses(&shrinks, LOOK * 3, AWAIT).await;
+        pauses(&shrinks, POLL_INTERVAL * 3, AWAIT).await;
     }
 
     #[test]
     fn few_batches_run_beside_a_stream_that_is_late() {
         let beside = |most, room, more, silent| batches(most, room, more, [Duration::ZERO, silent].into_iter());
-        assert_eq!(beside(3, true, false, LATE), 3);
-        assert_eq!(beside(3, true, false, LATE * 2), 1);
+        assert_eq!(beside(3, true, false, LATE_STREAM), 3);
+        assert_eq!(beside(3, true, false, LATE_STREAM * 2), 1);
         assert_eq!(beside(4, true, true, Duration::ZERO), 2);
-        assert_eq!(beside(3, false, true, LATE * 2), 3, "the streams wait for the batches");
+        assert_eq!(beside(3, false, true, LATE_STREAM * 2), 3, "the streams wait for the batches");
         assert_eq!(beside(3, true, false, SILENT), 3);
     }
 

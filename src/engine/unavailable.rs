@@ -24,7 +24,7 @@ use denormd_mongo::error::{Error, Result};
 use denormd_rules::plan::RuleId;
 
 /// Interval between checks for unavailable rules.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// The first pause between two checks of a rule; each check doubles it.
 const FIRST: Duration = Duration::from_secs(1);
 /// The longest pause.
@@ -84,7 +84,7 @@ pub async fn watch(context: Arc<Context>, store: Store, stop: CancellationToken)
     let mut looks: HashMap<RuleId, (Instant, Duration)> = HashMap::new();
     loop {
         tokio::select! {
-            () = tokio::time::sleep(LOOK) => {}
+            () = tokio::time::sleep(POLL_INTERVAL) => {}
             () = stop.cancelled() => return,
         }
         let round = tokio::select! {

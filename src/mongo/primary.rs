@@ -17,9 +17,9 @@ use tokio::time::Instant;
 use crate::error::{Error, Kind, Result};
 
 /// Delay of an answer after which the primary is checked, and the interval between checks.
-const PATIENCE: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between checks when the answer is known to be lost.
-const IMPATIENCE: Duration = Duration::from_millis(200);
+const CHECK_INTERVAL_AFTER_LOSS: Duration = Duration::from_millis(200);
 
 /// Time without an answer after which a router counts as frozen. No other server is elected in its place.
 const ROUTER: Duration = Duration::from_secs(5);
@@ -135,7 +135,7 @@ impl Primary {
     pub async fn wait_out(&self, over: Instant) {
         let moved = async {
             loop {
-                tokio::time::sleep(IMPATIENCE).await;
+                tokio::time::sleep(CHECK_INTERVAL_AFTER_LOSS).await;
                 if self.has_moved().await {
                     return;
                 }
@@ -147,7 +147,7 @@ impl Primary {
     /// Waits until the command's answer is no longer to be expected. Returns the reason.
     async fn gone(&self) -> &'static str {
         loop {
-            tokio::time::sleep(PATIENCE).await;
+            tokio::time::sleep(CHECK_INTERVAL).await;
             match self.chosen() {
                 // The driver chooses one of several routers for each command: that it is another one means nothing.
                 Some(Chosen { address, is_router: true }) if !self.answers(&address).await => {
@@ -162,7 +162,7 @@ impl Primary {
     async fn has_moved(&self) -> bool {
         let Some(old) = self.chosen() else { return false };
         let now = Self::of(&self.client);
-        let Ok(hello) = now.hello(PATIENCE).await else { return false };
+        let Ok(hello) = now.hello(CHECK_INTERVAL).await else { return false };
         hello.get_bool("isWritablePrimary").unwrap_or_default() && now.chosen().is_some_and(|now| old.ends_with(&now))
     }
 

@@ -15,7 +15,7 @@ use denormd_model::clock::wall_millis;
 /// Difference in seconds from which a warning is due.
 pub const LARGE: f64 = 10.0;
 /// Time limit for a member's answer.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The least possible difference between the clocks of the members, in seconds: the round-trip time is not counted.
 /// Members that do not answer are left out. None if none answers.
@@ -23,7 +23,7 @@ pub async fn skew(server: &Server) -> Option<f64> {
     let (hello, client) = (server.hello().await.ok()?, server.client());
     let hosts = ["hosts", "passives"].into_iter().filter_map(|list| hello.get_array(list).ok()).flatten();
     let hosts: Vec<String> = hosts.filter_map(Bson::as_str).map(str::to_lowercase).collect();
-    let asked = join_all(hosts.into_iter().map(|host| tokio::time::timeout(PATIENCE, ahead(client, host)))).await;
+    let asked = join_all(hosts.into_iter().map(|host| tokio::time::timeout(TIMEOUT, ahead(client, host)))).await;
     let ahead: Vec<(i64, i64)> = asked.into_iter().filter_map(|answer| answer.ok()?.ok()).collect();
     differ(&ahead)
 }

@@ -48,33 +48,33 @@ fn field(path: &str, condition: &Bson, document: &Document) -> Result<bool> {
 }
 
 /// A value at a path, `None` for a missing field.
-struct Found<'a> {
+struct PathValue<'a> {
     value: Option<&'a Bson>,
     /// False for an element that the path names by its position: an array there is not searched.
     with_elements: bool,
 }
 
 /// The values at a path, including those inside arrays on the way: one entry for each place.
-fn walk<'a>(document: Option<&'a Document>, path: &[&str], out: &mut Vec<Found<'a>>) {
+fn walk<'a>(document: Option<&'a Document>, path: &[&str], out: &mut Vec<PathValue<'a>>) {
     let Some((first, rest)) = path.split_first() else { return };
     below(document.and_then(|document| document.get(*first)), rest, out);
 }
 
-fn below<'a>(value: Option<&'a Bson>, path: &[&str], out: &mut Vec<Found<'a>>) {
-    let Some((first, rest)) = path.split_first() else { return out.push(Found { value, with_elements: true }) };
+fn below<'a>(value: Option<&'a Bson>, path: &[&str], out: &mut Vec<PathValue<'a>>) {
+    let Some((first, rest)) = path.split_first() else { return out.push(PathValue { value, with_elements: true }) };
     match value {
         Some(Bson::Document(inside)) => walk(Some(inside), path, out),
         Some(Bson::Array(items)) => {
             // `a.0` is the first element, and the field `0` of each element.
             let place = first.parse().ok().filter(|place: &usize| place.to_string() == **first);
             match place.and_then(|place| items.get(place)) {
-                Some(item) if rest.is_empty() => out.push(Found { value: Some(item), with_elements: false }),
+                Some(item) if rest.is_empty() => out.push(PathValue { value: Some(item), with_elements: false }),
                 Some(item @ (Bson::Document(_) | Bson::Array(_))) => below(Some(item), rest, out),
                 Some(_) | None => {}
             }
             items.iter().filter_map(Bson::as_document).for_each(|inside| walk(Some(inside), path, out));
         }
-        _ => out.push(Found { value: None, with_elements: true }),
+        _ => out.push(PathValue { value: None, with_elements: true }),
     }
 }
 
@@ -85,7 +85,7 @@ pub(super) fn operators(condition: &Bson) -> Option<&Document> {
     (first.starts_with('$') && !matches!(first.as_str(), "$ref" | "$id" | "$db")).then_some(doc)
 }
 
-fn condition_holds(condition: &Bson, found: &[Found<'_>]) -> Result<bool> {
+fn condition_holds(condition: &Bson, found: &[PathValue<'_>]) -> Result<bool> {
     let Some(operators) = operators(condition) else {
         return operator("$eq", implicit(condition)?, found);
     };
@@ -105,7 +105,7 @@ fn implicit(value: &Bson) -> Result<&Bson> {
     }
 }
 
-fn operator(name: &str, argument: &Bson, found: &[Found<'_>]) -> Result<bool> {
+fn operator(name: &str, argument: &Bson, found: &[PathValue<'_>]) -> Result<bool> {
     Ok(match name {
         "$eq" | "$lt" | "$lte" | "$gt" | "$gte" => {
             if *argument == Bson::Undefined {
@@ -167,7 +167,7 @@ fn element_matches(inside: &Document, argument: &Bson, item: &Bson) -> Result<bo
     let clause = inside.keys().next().is_some_and(|name| matches!(name.as_str(), "$and" | "$or" | "$nor" | "$expr"));
     if operators(argument).is_some() && !clause {
         // The element itself: its own elements are not searched.
-        return condition_holds(argument, &[Found { value: Some(item), with_elements: false }]);
+        return condition_holds(argument, &[PathValue { value: Some(item), with_elements: false }]);
     }
     match item {
         Bson::Document(item) => matches(inside, item),
@@ -180,14 +180,14 @@ fn element_matches(inside: &Document, argument: &Bson, item: &Bson) -> Result<bo
 }
 
 /// The values themselves and, for arrays that are searched, their elements.
-fn leaves<'a>(found: &'a [Found<'a>]) -> impl Iterator<Item = Option<&'a Bson>> {
-    found.iter().flat_map(|Found { value, with_elements }| {
+fn leaves<'a>(found: &'a [PathValue<'a>]) -> impl Iterator<Item = Option<&'a Bson>> {
+    found.iter().flat_map(|PathValue { value, with_elements }| {
         let array = value.and_then(Bson::as_array).filter(|_| *with_elements);
         array.map(Vec::as_slice).unwrap_or_default().iter().map(Some).chain([*value])
     })
 }
 
-fn arrays<'a>(found: &'a [Found<'a>]) -> impl Iterator<Item = &'a Vec<Bson>> {
+fn arrays<'a>(found: &'a [PathValue<'a>]) -> impl Iterator<Item = &'a Vec<Bson>> {
     found.iter().filter_map(|found| found.value?.as_array())
 }
 

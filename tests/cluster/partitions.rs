@@ -6,7 +6,7 @@ use bson::{DateTime, Document, doc};
 use denormd_engine::{
     checkpoint::{
         adoption::{Decision, Decisions},
-        requests::{Answer, Work},
+        requests::{Answer, RequestedWork},
         rule_record::Agreement,
         store::Store,
     },
@@ -359,7 +359,7 @@ async fn a_request_that_one_partition_refuses_keeps_none_waiting() {
     let (server, name) = (Server::new(test.client.clone()), &test.name);
     assert!(divide(&server, name, "d", 3, Duration::from_secs(3)).await.unwrap());
     let whole = Store::open(&server, name, "d").await.unwrap();
-    let asked = whole.request(&server, "r", &Work::Undo).await.unwrap();
+    let asked = whole.request(&server, "r", &RequestedWork::Undo).await.unwrap();
     let stores: Vec<Store> = Partition::all(3).map(|partition| whole.clone().of(&[partition])).collect();
     let open = async |nth: usize| stores[nth].requests(&server).await.unwrap();
     assert_eq!(whole.answer(&server, asked).await.unwrap(), Answer::Waiting);

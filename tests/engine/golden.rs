@@ -16,7 +16,7 @@ use denormd_engine::{
         format,
         kept::{self, Element, Fingerprint, Keeping, Kept, Place},
         progress::{CheckProgress, Tally},
-        requests::{Answer, Retired, Work},
+        requests::{Answer, RequestedWork, Retired},
         rule_record::{Agreement, RuleRecord},
         store::{Store, claim_term, highest_term},
     },
@@ -248,15 +248,18 @@ async fn write_work(server: &Server, state: &str, store: &Store, plan: &Plan) {
     }
     let one = Chosen { rule: None, key: Some(Bson::ObjectId(ObjectId::from_bytes([1; 12]))) };
     dead_letters_of(state).ask(server, &one).await.unwrap();
-    store.request(server, "done", &Work::Look(vec![Bson::Int32(1), Bson::String("b".to_owned())])).await.unwrap();
+    store
+        .request(server, "done", &RequestedWork::Reconcile(vec![Bson::Int32(1), Bson::String("b".to_owned())]))
+        .await
+        .unwrap();
     let path = FieldPath::parse("lines.$[].name").unwrap();
-    let prune = Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path, filter: None }]);
+    let prune = RequestedWork::Prune(vec![Retired { collection: "app.t04".to_owned(), path, filter: None }]);
     let refused = store.request(server, "done", &prune).await.unwrap();
     let requests = server.collection(state, "requests");
     let one = requests.find_one(doc! {"together": refused}).await.unwrap().unwrap();
     store.refuse_request(server, one.get_object_id("_id").unwrap(), "a rule owns it").await.unwrap();
     store.request(server, "done", &prune).await.unwrap();
-    store.request(server, "done", &Work::Undo).await.unwrap();
+    store.request(server, "done", &RequestedWork::Undo).await.unwrap();
     let tally = Tally { compared: 500, differing: 4, repaired: 1, undecided: 3, refused: 2, resumed: false };
     for (name, after, done) in [("done", Some(Bson::Int32(7)), false), ("begun", None, true)] {
         let progress = CheckProgress { after, done, tally: tally.clone() };
@@ -607,12 +610,12 @@ async fn positions_and_work(version: &str) {
     // The first version knew no `undo`.
     assert_eq!(asked.len(), if version == "1" { 2 } else { 3 }, "one is refused");
     let path = FieldPath::parse("lines.$[].name").unwrap();
-    assert_eq!(asked.remove(0).work, Work::Look(vec![Bson::Int32(1), Bson::String("b".to_owned())]));
+    assert_eq!(asked.remove(0).work, RequestedWork::Reconcile(vec![Bson::Int32(1), Bson::String("b".to_owned())]));
     assert_eq!(
         asked.remove(0).work,
-        Work::Prune(vec![Retired { collection: "app.t04".to_owned(), path, filter: None }])
+        RequestedWork::Prune(vec![Retired { collection: "app.t04".to_owned(), path, filter: None }])
     );
-    assert!(asked.iter().all(|asked| asked.work == Work::Undo));
+    assert!(asked.iter().all(|asked| asked.work == RequestedWork::Undo));
     let refused = golden(version, "requests").iter().find(|request| request.contains_key("refused")).cloned().unwrap();
     let answer = store.answer(&server, refused.get_object_id("together").unwrap()).await.unwrap();
     assert_eq!(answer, Answer::Refused("a rule owns it".to_owned()));

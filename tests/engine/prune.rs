@@ -2,7 +2,7 @@
 
 use bson::{Document, doc};
 use denormd_engine::checkpoint::{
-    requests::{Answer, Work},
+    requests::{Answer, RequestedWork},
     store::Store,
 };
 use denormd_fixture::TestDb;
@@ -112,10 +112,10 @@ async fn a_request_is_refused_when_its_command_is_gone() {
     let (server, state) = (Server::new(test.client.clone()), test.beside("state"));
     let store = Store::open(&server, state.name(), "default").await.unwrap();
     let collection = state.collection::<Document>("requests");
-    let gone = store.request(&server, "label", &Work::Undo).await.unwrap();
-    let waits = store.request(&server, "label", &Work::Undo).await.unwrap();
+    let gone = store.request(&server, "label", &RequestedWork::Undo).await.unwrap();
+    let waits = store.request(&server, "label", &RequestedWork::Undo).await.unwrap();
     // One of an earlier version, which gives no sign of life.
-    let earlier = store.request(&server, "label", &Work::Undo).await.unwrap();
+    let earlier = store.request(&server, "label", &RequestedWork::Undo).await.unwrap();
     let two_minutes_ago = vec![doc! {"$set": {"heard": {"$subtract": ["$$NOW", 120_000]}}}];
     collection.update_one(doc! {"together": gone}, two_minutes_ago).await.unwrap();
     collection.update_one(doc! {"together": earlier}, doc! {"$unset": {"heard": 1}}).await.unwrap();

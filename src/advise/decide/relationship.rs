@@ -326,7 +326,7 @@ mod tests {
     use crate::{
         facts::{Rate, Shown, Side},
         fan_out::{ByType, FanOut},
-        relationships::{End, Found, Link},
+        relationships::{End, Evidence, Link},
     };
     use denormd_model::{distribution::How, field_path::FieldPath, namespace::Namespace};
 
@@ -356,7 +356,12 @@ mod tests {
             |side: &Side, path: &str| End { namespace: side.namespace.clone(), path: FieldPath::parse(path).unwrap() };
         let references = p99 * 100;
         Relationship {
-            link: Link { holder: end(&holder, path), held: end(&held, "_id"), found: Found::Told, copies: Vec::new() },
+            link: Link {
+                holder: end(&holder, path),
+                held: end(&held, "_id"),
+                found: Evidence::Told,
+                copies: Vec::new(),
+            },
             form: if path.ends_with("$[]") { Form::Ids } else { Form::One },
             db_ref: None,
             fan_out: FanOut {

@@ -32,10 +32,10 @@ use denormd_mongo::{
 use denormd_rules::{config::Loaded, plan::Rule};
 
 /// Interval between reads of the leader's progress.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Time that a leader has to read the config of this command.
-const PATIENCE: Duration = Duration::from_secs(30);
+const RELOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Requests a backfill of these rules, or of all.
 pub async fn backfill(
@@ -123,7 +123,7 @@ pub(super) async fn noticed(store: &Store, server: &Server, rule: &str) -> Resul
         if now.noticed == now.generation || !now.state.is_backfilling() {
             return Ok(true);
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -263,12 +263,12 @@ pub(super) async fn wait(store: &Store, context: &Context, rules: &[String]) -> 
                 }
                 Awaited::Unregistered(partitions) => {
                     let since = unregistered.get_or_insert_with(Instant::now);
-                    if since.elapsed() > PATIENCE && is_led_elsewhere(context, store, &partitions).await? {
+                    if since.elapsed() > RELOAD_TIMEOUT && is_led_elsewhere(context, store, &partitions).await? {
                         return Err(led_otherwise(&rule.name));
                     }
                 }
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         };
         bar.end();
         let chosen = Chosen { rule: Some(rule.name.clone()), key: None };

@@ -12,8 +12,8 @@ use crate::{
     },
 };
 use denormd_engine::{
-    checkpoint::{progress::Tally, requests::Work, rule_record::RuleRecord, store::Store},
-    jobs::check::{Check, DifferenceKind, Differing, Found, Scope},
+    checkpoint::{progress::Tally, requests::RequestedWork, rule_record::RuleRecord, store::Store},
+    jobs::check::{Check, DifferenceKind, Differing, DifferingTarget, Scope},
     reconcile::{Context, scan},
 };
 use denormd_model::text::counted;
@@ -29,7 +29,7 @@ pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> s
     let states: BTreeMap<String, RuleRecord> = store.rules(&context.server).await?.into_iter().collect();
     let mut left = Left::default();
     for rule in chosen(&context.plan, &options.rule)? {
-        let one = One { loaded, context: &context, store: &store, rule, output, options };
+        let one = RuleCheck { loaded, context: &context, store: &store, rule, output, options };
         if let Some(note) = state_note(states.get(&rule.name)) {
             notice(&format!("{}: {note}", rule.name));
         }
@@ -63,7 +63,7 @@ struct Left {
     undecided: u64,
 }
 
-struct One<'a> {
+struct RuleCheck<'a> {
     loaded: &'a Loaded,
     context: &'a Arc<Context>,
     store: &'a Store,
@@ -79,7 +79,7 @@ struct Counts {
     kinds: BTreeMap<DifferenceKind, u64>,
 }
 
-impl One<'_> {
+impl RuleCheck<'_> {
     /// Checks the rule, and repairs it on request.
     async fn run(&self) -> std::result::Result<Left, Failure> {
         let scope =
@@ -112,12 +112,17 @@ impl One<'_> {
     }
 
     /// Has the leader reconcile these targets. Returns those that are not right even so.
-    async fn repair(&self, check: &mut Check<'_>, found: &[Found]) -> std::result::Result<Vec<Bson>, Failure> {
+    async fn repair(
+        &self,
+        check: &mut Check<'_>,
+        found: &[DifferingTarget],
+    ) -> std::result::Result<Vec<Bson>, Failure> {
         let ids: Vec<Bson> = found.iter().map(|found| found.target.clone()).collect();
         let server = &self.context.server;
         let work = async {
             for ids in ids.chunks(REQUEST) {
-                let request = self.store.request(server, &self.rule.name, &Work::Look(ids.to_vec())).await?;
+                let request =
+                    self.store.request(server, &self.rule.name, &RequestedWork::Reconcile(ids.to_vec())).await?;
                 self.store.until_done(server, request).await?;
             }
             Ok(())
@@ -126,7 +131,7 @@ impl One<'_> {
         Ok(check.again(&ids).await?)
     }
 
-    fn list(&self, found: &Found, repaired: Option<bool>, counts: &mut Counts) {
+    fn list(&self, found: &DifferingTarget, repaired: Option<bool>, counts: &mut Counts) {
         counts.listed += 1;
         if self.options.limit > 0 && counts.listed > self.options.limit {
             return;
@@ -200,7 +205,7 @@ fn show((expected, stored): &(Option<Bson>, Option<Bson>)) -> String {
     format!("; expected {}, stored {}", one(expected), one(stored))
 }
 
-fn json(rule: &str, found: &Found, repaired: Option<bool>) -> serde_json::Value {
+fn json(rule: &str, found: &DifferingTarget, repaired: Option<bool>) -> serde_json::Value {
     let paths = found.differing.iter().map(|differing| {
         let mut path = serde_json::json!({
             "path": differing.path, "element": differing.element, "kind": differing.kind, "words": differing.words,

@@ -27,7 +27,7 @@ use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
 /// Interval between reads of the outcome of a retry.
-const LOOK: Duration = Duration::from_millis(300);
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// Lists, retries or drops dead letters.
 pub async fn dead_letters(loaded: &Loaded, output: Output, action: &Action) -> Result<(), Failure> {
@@ -129,7 +129,7 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
                 if record.state.is_stopped() {
                     return Err(stopped(&rule.name, &record.state));
                 }
-                tokio::time::sleep(LOOK).await;
+                tokio::time::sleep(POLL_INTERVAL).await;
             }
             Ok(())
         };

@@ -13,7 +13,7 @@ use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::{Certificate, Http, Loaded, certificate, file};
 
 /// Time limit for the answer, below the timeout of a container's health check.
-const PATIENCE: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 /// The environment variable with the daemon's address.
 const LISTEN: &str = "DENORMD__HTTP__LISTEN";
 
@@ -57,7 +57,7 @@ pub fn certificate(environment: &[(String, String)]) -> Option<Certificate> {
 /// Succeeds if the daemon is ready or, with `live`, alive.
 pub async fn health(output: Output, daemon: client::Daemon, live: bool) -> Result<(), Failure> {
     let path = if live { "/livez" } else { "/readyz" };
-    let answer = client::get(probe(daemon), path, PATIENCE).await?;
+    let answer = client::get(probe(daemon), path, TIMEOUT).await?;
     let body = String::from_utf8_lossy(&answer.body).into_owned();
     match output {
         Output::Json if live => print(&format!("{}\n", serde_json::json!({"live": answer.ok}))),

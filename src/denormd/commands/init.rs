@@ -17,7 +17,7 @@ use crate::{
 use denormd_advise::{
     advice::{Advice, Kind, counted},
     draft::{self, Draft},
-    relationships::Found,
+    relationships::Evidence,
     report::Report,
 };
 use denormd_engine::preflight;
@@ -143,8 +143,8 @@ async fn file(loaded: &Loaded, report: &Report, server: &Server, target: Option<
 }
 
 /// The possible rules: first those that are advised, then those to measure, then those advised against.
-fn candidates(report: &Report) -> Vec<(String, Found, &Advice)> {
-    let mut all: Vec<(String, Found, &Advice)> = report
+fn candidates(report: &Report) -> Vec<(String, Evidence, &Advice)> {
+    let mut all: Vec<(String, Evidence, &Advice)> = report
         .relationships
         .iter()
         .flat_map(|(facts, advice)| {
@@ -190,9 +190,9 @@ fn head(loaded: &Loaded, report: &Report, target: Option<&Path>) -> String {
     out
 }
 
-fn entry(about: &str, found: Found, advice: &Advice, draft: &Draft) -> String {
+fn entry(about: &str, found: Evidence, advice: &Advice, draft: &Draft) -> String {
     let mut out = String::new();
-    if found == Found::Values {
+    if found == Evidence::Values {
         comment(&mut out, &format!("{}: verify it first", found.words()));
     }
     let mut says = format!("{about}: {}", advice.says);

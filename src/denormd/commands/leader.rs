@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use crate::commands::{Failure, notice, plan::refusal};
 use denormd_engine::{
-    checkpoint::{format, requests::Work, store::Store},
+    checkpoint::{format, requests::RequestedWork, store::Store},
     deployment::lease,
     leadership::{Deployment, Ended, Event, Share},
     preflight,
@@ -17,7 +17,7 @@ use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
 /// Interval between looks at the number of partitions.
-const LOOK: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Has the leader do `work` for a rule, and waits until it is done. Nothing is requested if no daemon leads and the rules
 /// cannot run here, and a request that fails is withdrawn: no later leader carries it out. `gone` are rules that the
@@ -26,7 +26,7 @@ pub async fn request(
     loaded: &Loaded,
     context: &Arc<Context>,
     store: &Store,
-    (rule, work): (&str, Work),
+    (rule, work): (&str, RequestedWork),
     gone: &[&str],
 ) -> Result<(), Failure> {
     let server = &context.server;
@@ -98,7 +98,7 @@ async fn lead<T>(
         }
     });
     let mut work = pin!(work);
-    let mut look = tokio::time::interval_at(Instant::now() + LOOK, LOOK);
+    let mut look = tokio::time::interval_at(Instant::now() + POLL_INTERVAL, POLL_INTERVAL);
     let result = loop {
         tokio::select! {
             result = &mut work => break result,

@@ -25,7 +25,7 @@ use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
 /// Interval between checks that the leader has read the pause.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The rules by the outcome of their pause.
 #[derive(Default)]
@@ -171,7 +171,7 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
         } else if !waits {
             return Ok(is_endless);
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 

@@ -5,7 +5,7 @@ use crate::{
     commands::{Failure, connected, leader, print, print_json, without_record},
 };
 use denormd_engine::{
-    checkpoint::requests::{Retired, Work},
+    checkpoint::requests::{RequestedWork, Retired},
     jobs::prune::{count, retired},
 };
 use denormd_model::text::counted;
@@ -30,7 +30,7 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
         if !dry_run && !retired.is_empty() {
             // The rule that is named may have left the config while no daemon was running.
             let gone = rule.into_iter().collect::<Vec<_>>();
-            leader::request(loaded, &context, &store, (name, Work::Prune(retired)), &gone).await?;
+            leader::request(loaded, &context, &store, (name, RequestedWork::Prune(retired)), &gone).await?;
             store.forget(&context.server, name, state, !is_active(name)).await?;
         }
         let done = Pruned { rule: name, paths };

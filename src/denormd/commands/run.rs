@@ -40,9 +40,9 @@ use signals::{Signals, Wake};
 /// The exit status if the cluster lacks something.
 const CLUSTER: i32 = 4;
 /// Interval between checks of a cluster that lacks something.
-const LOOK_AT_CLUSTER: Duration = Duration::from_secs(5);
+const CLUSTER_POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval between checks of a running pipeline.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Loads the config, retrying while it is invalid.
 pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> Loaded {
@@ -58,7 +58,7 @@ pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)])
                 }
             }
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -289,9 +289,9 @@ async fn patiently(loaded: &Loaded, board: &Board, wait: bool) -> Result<Arc<Con
             context => return context,
         };
         let (error, pause) = match failure {
-            Failure::Failed(error) if error.is_transient() => (error, LOOK),
+            Failure::Failed(error) if error.is_transient() => (error, POLL_INTERVAL),
             failure if wait && failure.status() == CLUSTER => {
-                (Error::new(Kind::Topology, failure.to_string()), LOOK_AT_CLUSTER)
+                (Error::new(Kind::Topology, failure.to_string()), CLUSTER_POLL_INTERVAL)
             }
             failure => return Err(failure),
         };

@@ -15,7 +15,7 @@ use denormd_rules::config::nearest;
 /// The only source of the runbook, published on the web and printed here.
 const RUNBOOK: &str = include_str!("../../../deploy/RUNBOOK.md");
 /// Time limit for the daemon's answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// The time that an oplog should cover, in seconds: a long weekend.
 const ENOUGH: f64 = 3.0 * 86_400.0;
 
@@ -31,7 +31,7 @@ pub async fn runbook(output: Output, alert: Option<&str>, daemon: client::Daemon
         return Ok(());
     };
     let (name, body) = find(alert)?;
-    let said = client::get(daemon, "/v1/status", PATIENCE).await.and_then(|answer| answer.json::<Status>());
+    let said = client::get(daemon, "/v1/status", TIMEOUT).await.and_then(|answer| answer.json::<Status>());
     let text = filled(body, said.as_ref().map_err(|error| error.message.as_str()));
     match output {
         Output::Text => print(&format!("{name}\n\n{text}\n")),

@@ -12,14 +12,14 @@ use denormd_engine::snapshot::{AuditProgress, HeldBack};
 use denormd_model::text::duration;
 
 /// Time limit for the daemon's answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum number of audits to show.
 const AUDITS: usize = 5;
 
 /// Prints the running daemon's status. Fails if no daemon answers.
 pub async fn status(output: Output, daemon: client::Daemon) -> Result<(), Failure> {
-    let answer = client::get(daemon, "/v1/status", PATIENCE).await?;
+    let answer = client::get(daemon, "/v1/status", TIMEOUT).await?;
     match output {
         Output::Text => print(&fitted(&text(&answer.json()?))),
         Output::Json => print_json(&answer.json::<serde_json::Value>()?),

@@ -36,7 +36,7 @@ use denormd_rules::{
 };
 
 /// Time limit for the daemon's answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// Age of the oldest timeline event to include.
 const WEEK: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Maximum number of events, and of state documents in each collection.
@@ -119,7 +119,7 @@ async fn said(daemon: &client::Daemon) -> Json {
         ("events", "/v1/events"),
         ("metrics", "/metrics"),
     ] {
-        out[name] = match client::get(daemon.clone(), path, PATIENCE).await {
+        out[name] = match client::get(daemon.clone(), path, TIMEOUT).await {
             Ok(answer) => answer.json().unwrap_or_else(|_| json!(String::from_utf8_lossy(&answer.body))),
             Err(error) => {
                 out["error"] = json!(error.message);

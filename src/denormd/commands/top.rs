@@ -35,7 +35,7 @@ use theme::Theme;
 /// Interval between two polls, and between two frames: the daemon computes its figures once a second.
 const EVERY: Duration = Duration::from_secs(1);
 /// Time limit for an answer. The view calls the state unknown as soon as it has passed.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Shows the status of the running daemon until the user quits. A daemon that does not answer is asked again.
 pub async fn top(output: Output, daemon: Daemon) -> Result<(), Failure> {
@@ -98,7 +98,7 @@ async fn poll(daemon: Daemon, answers: mpsc::Sender<Result<Status>>) {
 }
 
 async fn ask(daemon: &Daemon) -> Result<Status> {
-    let answer = client::get(daemon.clone(), "/v1/status", PATIENCE).await?;
+    let answer = client::get(daemon.clone(), "/v1/status", TIMEOUT).await?;
     if !answer.ok {
         let why = String::from_utf8_lossy(&answer.body).trim().to_owned();
         return Err(Error::new(Kind::Unavailable, format!("the daemon answers HTTP {}: {why}", answer.code)));

@@ -5,7 +5,7 @@ use crate::{
     commands::{Failure, connected, leader, print, print_json, without_record},
 };
 use denormd_engine::{
-    checkpoint::requests::Work,
+    checkpoint::requests::RequestedWork,
     deployment::lease,
     jobs::undo::{Tally, count, is_running},
 };
@@ -40,7 +40,7 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
     let before = Box::pin(count(&context, rule)).await?;
     let mut after = before;
     if !dry_run && before != Tally::default() {
-        leader::request(loaded, &context, &store, (rule, Work::Undo), &[rule]).await?;
+        leader::request(loaded, &context, &store, (rule, RequestedWork::Undo), &[rule]).await?;
         after = Box::pin(count(&context, rule)).await?;
     }
     let summary = Summary { rule, dry_run, before, after, undo: &loaded.config.undo };

@@ -21,7 +21,7 @@ use tracing_opentelemetry::OpenTelemetryLayer;
 use denormd_mongo::error::{Error, Kind, Result};
 
 /// Time limit for one request to the collector.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The layer that sends spans to the collector at `endpoint`, and its provider, whose shutdown sends the last spans.
 pub(super) fn layer<S>(
@@ -61,7 +61,7 @@ struct Client {
 impl HttpClient for Client {
     async fn send_bytes(&self, request: Request<Bytes>) -> std::result::Result<Response<Bytes>, HttpError> {
         // The timer needs the runtime too.
-        let posted = self.runtime.spawn(async move { tokio::time::timeout(PATIENCE, post(request)).await }).await?;
+        let posted = self.runtime.spawn(async move { tokio::time::timeout(TIMEOUT, post(request)).await }).await?;
         let result = posted.unwrap_or_else(|_| Err("no answer in time".into()));
         if let Err(error) = &result {
             tracing::warn!(%error, "spans could not be sent to log.otlp and are lost");

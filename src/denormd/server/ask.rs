@@ -29,9 +29,11 @@ async fn answer(board: &Board, rule: &str, fits: impl Fn(&RuleState) -> bool, ot
         return refusal(StatusCode::SERVICE_UNAVAILABLE, "this process does not lead: ask the one that does");
     };
     match ask(&context, rule, fits).await {
-        Ok(Asked::For) => (StatusCode::ACCEPTED, Json(serde_json::json!({"asked": true}))).into_response(),
-        Ok(Asked::Unfit) => refusal(StatusCode::CONFLICT, otherwise),
-        Ok(Asked::Unknown) => refusal(StatusCode::NOT_FOUND, "no rule of this name is in the config and has run"),
+        Ok(Requested::Accepted) => (StatusCode::ACCEPTED, Json(serde_json::json!({"asked": true}))).into_response(),
+        Ok(Requested::WrongState) => refusal(StatusCode::CONFLICT, otherwise),
+        Ok(Requested::UnknownRule) => {
+            refusal(StatusCode::NOT_FOUND, "no rule of this name is in the config and has run")
+        }
         Err(error) => refusal(StatusCode::SERVICE_UNAVAILABLE, &error.message),
     }
 }
@@ -40,22 +42,22 @@ fn refusal(code: StatusCode, error: &str) -> Response {
     (code, Json(serde_json::json!({"asked": false, "error": error}))).into_response()
 }
 
-enum Asked {
-    For,
-    Unfit,
-    Unknown,
+enum Requested {
+    Accepted,
+    WrongState,
+    UnknownRule,
 }
 
-async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -> Result<Asked> {
+async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -> Result<Requested> {
     let (server, dead_letters) = (&context.server, &context.dead_letters);
     let store = Store::open(&server.unfenced(), &dead_letters.database, &dead_letters.deployment).await?;
     let known = store.rules(server).await?;
     if !context.plan.rules.iter().any(|planned| planned.name == rule) {
-        return Ok(Asked::Unknown);
+        return Ok(Requested::UnknownRule);
     }
-    let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Asked::Unknown) };
+    let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Requested::UnknownRule) };
     if !fits(&record.state) {
-        return Ok(Asked::Unfit);
+        return Ok(Requested::WrongState);
     }
     let asked = match &record.state {
         RuleState::Blocked(reason) => store.unblock(&server.unfenced(), rule, reason, &record.definition).await?,
@@ -65,5 +67,5 @@ async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -
         tracing::info!(rule, "a backfill was requested over HTTP");
     }
     // Its state may have changed since it was read.
-    Ok(if asked { Asked::For } else { Asked::Unfit })
+    Ok(if asked { Requested::Accepted } else { Requested::WrongState })
 }

@@ -19,7 +19,7 @@ use denormd_rules::plan::Rule;
 /// The default timeout, in seconds.
 const DEFAULT_TIMEOUT: f64 = 30.0;
 /// Pause between checks of the partitions that other instances lead.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The longest timeout, in seconds.
 const LONGEST: f64 = 3600.0;
 
@@ -166,7 +166,7 @@ impl Whole {
                 break;
             }
             jobs |= is_open;
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         let Some(last) = last.filter(|_| !jobs) else { return Ok(false) };
         Ok(store.effects_until(&server, &databases).await?.is_some_and(|until| until <= last))

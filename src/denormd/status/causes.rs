@@ -37,16 +37,16 @@ const SHORT: f64 = 3600.0;
 /// covers only the time since the server was started, and there a lag of seconds is no danger.
 const SHARE: f64 = 20.0;
 /// Seconds until the checkpoint falls off the oplog, below which the oplog counts as short.
-const SOON: f64 = 4.0 * 3600.0;
+const SHORT_TIME_TO_LOSS: f64 = 4.0 * 3600.0;
 
 /// Age, in seconds, from which a checkpoint counts as old: one is saved every second.
-const OLD: f64 = 60.0;
+const OLD_CHECKPOINT: f64 = 60.0;
 /// Age of a late canary, in milliseconds: one is sent every ten seconds, so five have not arrived.
-const LATE: i64 = 60_000;
+const LATE_CANARY: i64 = 60_000;
 
 /// A cause, and the rules that it affects (all, if none is named).
 #[derive(Debug, Clone, PartialEq)]
-pub struct Found {
+pub struct ActiveCause {
     /// The cause.
     pub cause: Cause,
     /// The names of the rules.
@@ -62,7 +62,7 @@ pub(super) fn find(
     leadership: &Leadership,
     (seen, lags): (Option<&Snapshot>, &Lags),
     now: i64,
-) -> Vec<Found> {
+) -> Vec<ActiveCause> {
     let mut found = of_the_instance(metrics, state, leadership, now);
     if let Some(seen) = seen {
         let no_primary = found.contains_key(&Cause::NoPrimary);
@@ -77,10 +77,15 @@ pub(super) fn find(
 }
 
 /// Causes that any instance finds by itself, leading or not.
-fn of_the_instance(metrics: &Metrics, state: &State, leadership: &Leadership, now: i64) -> BTreeMap<Cause, Found> {
+fn of_the_instance(
+    metrics: &Metrics,
+    state: &State,
+    leadership: &Leadership,
+    now: i64,
+) -> BTreeMap<Cause, ActiveCause> {
     let mut found = BTreeMap::new();
     let mut say = |cause: Cause, rules: Vec<String>, since: Option<i64>| {
-        found.insert(cause, Found { cause, rules, since });
+        found.insert(cause, ActiveCause { cause, rules, since });
     };
     let answered = state.probes.answered().unwrap_or(state.began).elapsed();
     if answered >= SILENT && state.unanswered.as_ref().is_none_or(|(kind, _)| kind.means_no_answer()) {
@@ -111,9 +116,9 @@ fn of_the_rules(
     (seen, lags): (&Snapshot, &Lags),
     no_primary: bool,
     now: i64,
-    found: &mut BTreeMap<Cause, Found>,
+    found: &mut BTreeMap<Cause, ActiveCause>,
 ) {
-    let mut say = |cause: Cause, rules: Vec<String>| found.insert(cause, Found { cause, rules, since: None });
+    let mut say = |cause: Cause, rules: Vec<String>| found.insert(cause, ActiveCause { cause, rules, since: None });
     let behind: Vec<String> = lags.rules.iter().filter(|rule| rule.is_behind()).map(|rule| rule.name.clone()).collect();
     let silent = |since: Option<Instant>| since.is_none_or(|since| since.elapsed() > SLOW);
     let runs = !state.attached.is_empty();
@@ -133,7 +138,7 @@ fn of_the_rules(
     }
     let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
     let lost_in = state.oplog.lost_in_seconds.unwrap_or(f64::INFINITY);
-    let is_old = lags.checkpoint >= OLD;
+    let is_old = lags.checkpoint >= OLD_CHECKPOINT;
     let oldest = lags.checkpoint.max(lags.overall.unwrap_or_default());
     if (is_old || !behind.is_empty()) && is_short(headroom, lost_in, oldest) {
         say(Cause::OplogShort, Vec::new());
@@ -144,7 +149,7 @@ fn of_the_rules(
     if state.oplog.readable == Some(false) {
         say(Cause::OplogUnreadable, Vec::new());
     }
-    if behind.is_empty() && !no_primary && state.canary.as_ref().is_some_and(|canary| canary.age(now) > LATE) {
+    if behind.is_empty() && !no_primary && state.canary.as_ref().is_some_and(|canary| canary.age(now) > LATE_CANARY) {
         say(Cause::CanaryLate, Vec::new());
     }
     let writes = silent(seen.last_write) && metrics.in_flight() > 0;
@@ -209,7 +214,7 @@ fn rules_with_error(metrics: &Metrics, kind: Kind) -> Vec<String> {
 /// True if the checkpoint may soon fall off the oplog: by its headroom, the time until it is lost at the present rate, and its
 /// lag, all in seconds.
 fn is_short(headroom: f64, lost_in: f64, lag: f64) -> bool {
-    (headroom < SHORT && headroom < SHARE * lag) || lost_in < SOON
+    (headroom < SHORT && headroom < SHARE * lag) || lost_in < SHORT_TIME_TO_LOSS
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use denormd_model::{rule_state::RuleState, text::duration};
 
 use super::{
     Board, State, View,
-    causes::Found,
+    causes::ActiveCause,
     currency::Claim,
     lag::{BEHIND, millis, seconds},
     leadership::Leadership,
@@ -184,7 +184,7 @@ fn of_connection(cause: Cause) -> bool {
 }
 
 fn causes(state: &State, view: &View, now: i64) -> Vec<CauseReport> {
-    let report = |found: &Found| CauseReport {
+    let report = |found: &ActiveCause| CauseReport {
         cause: found.cause.name().to_owned(),
         since: state.since.get(&found.cause).copied().unwrap_or(now),
         rules: found.rules.clone(),

@@ -35,11 +35,11 @@ use super::{
 };
 
 /// Timeout of a request that is made every second.
-const IMPATIENCE: Duration = Duration::from_secs(3);
+const SHORT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Timeout of any other request.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// Rounds, of about a second, between counts of the dead letters.
-const OFTEN: u64 = 2;
+const COUNT_ROUNDS: u64 = 2;
 /// Rounds between checks of the oplog.
 const SELDOM: u64 = 5;
 
@@ -66,9 +66,9 @@ impl Board {
         };
         let Some(context) = known else { return };
         let dead_letters = &context.dead_letters;
-        let asked = tokio::time::timeout(IMPATIENCE, hello(&context.server));
+        let asked = tokio::time::timeout(SHORT_TIMEOUT, hello(&context.server));
         let read = tokio::time::timeout(
-            IMPATIENCE,
+            SHORT_TIMEOUT,
             lease::holders(&context.server, &dead_letters.database, &dead_letters.deployment),
         );
         let (answer, leases) = tokio::join!(asked, read);
@@ -97,13 +97,13 @@ impl Board {
         let Some(context) = &self.attached() else { return };
         if round.is_multiple_of(CANARY) {
             let sent = self.metrics.now();
-            if let Ok(Ok(place)) = tokio::time::timeout(PATIENCE, canary(context)).await
+            if let Ok(Ok(place)) = tokio::time::timeout(TIMEOUT, canary(context)).await
                 && let Some(canary) = &mut self.state().canary
             {
                 canary.sent(place, sent);
             }
         }
-        if round.is_multiple_of(OFTEN) {
+        if round.is_multiple_of(COUNT_ROUNDS) {
             self.look(context).await;
         }
         if round.is_multiple_of(CLOCKS) {
@@ -119,7 +119,7 @@ impl Board {
             .state()
             .snapshot()
             .and_then(|seen| seen.streams.iter().filter_map(|stream| stream.saved.or(Some(stream.applied))).min());
-        match tokio::time::timeout(PATIENCE, oplog(&context.server, saved)).await.unwrap_or_else(|_| Err(silent())) {
+        match tokio::time::timeout(TIMEOUT, oplog(&context.server, saved)).await.unwrap_or_else(|_| Err(silent())) {
             Ok(oplog) => self.take_oplog(oplog),
             Err(error) => {
                 let mut state = self.state();
@@ -145,14 +145,14 @@ impl Board {
             let state = self.state();
             (state.snapshot(), state.written())
         };
-        let counted = tokio::time::timeout(PATIENCE, dead_letters(context)).await;
+        let counted = tokio::time::timeout(TIMEOUT, dead_letters(context)).await;
         let dead_letters = match counted.unwrap_or_else(|_| Err(silent())) {
             Ok(dead_letters) => dead_letters,
             // An outage has a cause of its own.
             Err(_) if self.state().unanswered.is_some() => return,
             Err(error) => return self.metrics.record_error(None, "count the dead letters", &error),
         };
-        let operation = tokio::time::timeout(PATIENCE, context.server.operation_time()).await;
+        let operation = tokio::time::timeout(TIMEOUT, context.server.operation_time()).await;
         let mut state = self.state();
         state.dead_letters.clear();
         for rule in &context.plan.rules {
@@ -179,7 +179,7 @@ impl Board {
             let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await?;
             store.rules(&context.server).await
         };
-        let Ok(Ok(known)) = tokio::time::timeout(PATIENCE, read).await else { return };
+        let Ok(Ok(known)) = tokio::time::timeout(TIMEOUT, read).await else { return };
         let left = known.iter().flat_map(|(name, record)| {
             let active = context.plan.rules.iter().any(|rule| rule.name == *name);
             let fields = retired(&context.plan, record, active).into_iter();
@@ -193,7 +193,7 @@ impl Board {
     }
 
     async fn compare_clocks(&self, server: &Server) {
-        let skew = tokio::time::timeout(PATIENCE, skew(server)).await.ok().flatten();
+        let skew = tokio::time::timeout(TIMEOUT, skew(server)).await.ok().flatten();
         match skew {
             Some(skew) => self.metrics.clock_skew.with_label_values::<&str>(&[]).set(skew),
             None => drop(self.metrics.clock_skew.remove_label_values::<&str>(&[])),
@@ -248,7 +248,7 @@ async fn canary(context: &Context) -> Result<ClusterTime> {
     let command = doc! {
         "update": CANARIES,
         "updates": [{"q": {"_id": &dead_letters.deployment}, "u": {"$currentDate": {"sent": true}}, "upsert": true}],
-        "writeConcern": {"w": "majority", "wtimeout": i64::try_from(PATIENCE.as_millis()).unwrap_or(i64::MAX)},
+        "writeConcern": {"w": "majority", "wtimeout": i64::try_from(TIMEOUT.as_millis()).unwrap_or(i64::MAX)},
     };
     let reply = context.server.database(&dead_letters.database).run_command(command).await?;
     if reply.contains_key("writeErrors") || reply.contains_key("writeConcernError") {

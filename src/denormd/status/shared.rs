@@ -31,7 +31,7 @@ use super::{
 /// The collection of reports in the state database: one document per deployment and instance.
 const COLLECTION: &str = "reports";
 /// Timeout of one request.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// Rounds, of about a second, between reads of the instances.
 const SELDOM: u64 = 2;
 /// Rounds between removals of old reports of instances that are gone.
@@ -91,7 +91,7 @@ impl Board {
         let dead_letters = &context.dead_letters;
         if round.is_multiple_of(SELDOM) {
             let there = instances::instances(&context.server, &dead_letters.database, &dead_letters.deployment, ttl);
-            match tokio::time::timeout(PATIENCE, there).await {
+            match tokio::time::timeout(TIMEOUT, there).await {
                 Ok(Ok(instances)) => self.state().shared.instances = instances,
                 Ok(Err(error)) => self.metrics.record_error(None, "read the instances", &error),
                 Err(_) => {}
@@ -100,11 +100,11 @@ impl Board {
         let alone = self.state().shared.instances.len() < 2;
         if self.attached().is_some() {
             self.state().shared.report = None;
-            if !alone && let Ok(Err(error)) = tokio::time::timeout(PATIENCE, self.write_report(&context, round)).await {
+            if !alone && let Ok(Err(error)) = tokio::time::timeout(TIMEOUT, self.write_report(&context, round)).await {
                 tracing::debug!(error = %error.message, "the status could not be written for the other instances");
             }
         } else {
-            self.hear(PATIENCE).await;
+            self.hear(TIMEOUT).await;
         }
     }
 

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use denormd_engine::{events::Event, metrics::Cause, snapshot::BackfillProgress};
 use tokio::time::Instant;
 
-use super::{causes::Found, lag::seconds};
+use super::{causes::ActiveCause, lag::seconds};
 use denormd_model::text::duration;
 
 /// Milliseconds that a cause must hold before it is reported; a severe one is reported at once.
@@ -19,7 +19,7 @@ const GONE: i64 = 15_000;
 /// Milliseconds after a pause of the process for which readings may be from before it.
 const STALE: i64 = 4_000;
 /// Milliseconds after which a cause is reported in spite of pauses: a process may pause again and again.
-const PATIENCE: i64 = 15_000;
+const LONGEST_DEFERRAL: i64 = 15_000;
 /// Rules named in a line.
 const NAMED: usize = 5;
 
@@ -44,10 +44,10 @@ impl Timeline {
     /// Takes the causes that hold at `now`; returns the events to report. `resumed` is the end of the last pause of this
     /// process. Soon after it, readings are stale: no new spell is reported, and those that were reported go on.
     /// Both times are in milliseconds since 1970.
-    pub fn causes(&mut self, now: i64, found: &[Found], resumed: i64) -> Vec<Event> {
+    pub fn causes(&mut self, now: i64, found: &[ActiveCause], resumed: i64) -> Vec<Event> {
         let mut events = Vec::new();
         let is_stale = is_stale(now, resumed);
-        for Found { cause, rules, since } in found.iter().filter(|found| is_spell(found.cause)) {
+        for ActiveCause { cause, rules, since } in found.iter().filter(|found| is_spell(found.cause)) {
             let spell = self.spells.entry(*cause).or_insert_with(|| Spell {
                 // Nothing is known about the time of the pause.
                 began: since.unwrap_or(now).max(resumed),
@@ -59,7 +59,7 @@ impl Timeline {
             spell.seen = now;
             let joined: Vec<String> = rules.iter().filter(|rule| !spell.rules.contains(*rule)).cloned().collect();
             spell.rules.extend(joined.iter().cloned());
-            let may_tell = !is_stale || now - spell.found >= PATIENCE;
+            let may_tell = !is_stale || now - spell.found >= LONGEST_DEFERRAL;
             if !spell.reported && may_tell && (cause.is_severe() || now - spell.began >= SETTLED) {
                 spell.reported = true;
                 let rules: Vec<String> = spell.rules.iter().cloned().collect();
@@ -153,11 +153,11 @@ mod tests {
 
     use super::*;
 
-    fn found(cause: Cause, rules: &[&str]) -> Found {
-        Found { cause, rules: rules.iter().map(|rule| (*rule).to_owned()).collect(), since: None }
+    fn found(cause: Cause, rules: &[&str]) -> ActiveCause {
+        ActiveCause { cause, rules: rules.iter().map(|rule| (*rule).to_owned()).collect(), since: None }
     }
 
-    fn without_pause(timeline: &mut Timeline, now: i64, found: &[Found]) -> Vec<Event> {
+    fn without_pause(timeline: &mut Timeline, now: i64, found: &[ActiveCause]) -> Vec<Event> {
         timeline.causes(now, found, -STALE)
     }
 
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn stale_readings_begin_no_outage_and_end_none() {
-        let outage = |since| [Found { since: Some(since), ..found(Cause::NoPrimary, &[]) }];
+        let outage = |since| [ActiveCause { since: Some(since), ..found(Cause::NoPrimary, &[]) }];
         let mut timeline = Timeline::default();
         assert_eq!(names(&timeline.causes(100_000, &outage(90_000), 100_000)), [], "known from before the pause");
         assert_eq!(names(&timeline.causes(103_000, &outage(90_000), 100_000)), []);

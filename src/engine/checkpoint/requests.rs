@@ -18,9 +18,9 @@ use denormd_mongo::{
 /// The collection of requests.
 pub const REQUESTS: &str = "requests";
 /// Number of requests that the leader takes at once.
-const SOME: i64 = 10;
+const BATCH: i64 = 10;
 /// Interval between reads of the answer.
-const LOOK: Duration = Duration::from_millis(300);
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 /// Interval between two signs of life of a command that waits.
 const HEARTBEAT: Duration = Duration::from_secs(10);
 /// A request is refused when its command has given no sign of life for this long, in milliseconds: nobody expects the
@@ -32,20 +32,20 @@ const WITHOUT_HEARTBEAT: i64 = 15 * 60_000;
 
 /// A request about one rule.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Asked {
+pub struct OperatorRequest {
     /// The id of the request.
     pub id: ObjectId,
     /// The name of the rule.
     pub rule: String,
     /// The requested work.
-    pub work: Work,
+    pub work: RequestedWork,
 }
 
 /// The kinds of requested work.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Work {
+pub enum RequestedWork {
     /// Reconcile the targets with these `_id`s.
-    Look(Vec<Bson>),
+    Reconcile(Vec<Bson>),
     /// Remove the fields at paths that no rule owns any more.
     Prune(Vec<Retired>),
     /// Put back the values that the first backfill of the rule has overwritten or removed.
@@ -126,7 +126,7 @@ struct Stored {
 }
 
 impl Stored {
-    fn of(together: ObjectId, deployment: &str, rule: &str, work: &Work) -> Self {
+    fn of(together: ObjectId, deployment: &str, rule: &str, work: &RequestedWork) -> Self {
         let mut stored = Self {
             id: ObjectId::new(),
             together,
@@ -140,30 +140,30 @@ impl Stored {
             refused: None,
         };
         match work {
-            Work::Look(targets) => stored.targets = Some(targets.clone()),
-            Work::Prune(paths) if paths.iter().any(|path| path.filter.is_some()) => {
+            RequestedWork::Reconcile(targets) => stored.targets = Some(targets.clone()),
+            RequestedWork::Prune(paths) if paths.iter().any(|path| path.filter.is_some()) => {
                 stored.prune_where = Some(paths.clone());
             }
-            Work::Prune(paths) => stored.prune = Some(paths.clone()),
-            Work::Undo => stored.undo = Some(true),
+            RequestedWork::Prune(paths) => stored.prune = Some(paths.clone()),
+            RequestedWork::Undo => stored.undo = Some(true),
         }
         stored
     }
 
-    fn work(self) -> Option<Work> {
+    fn work(self) -> Option<RequestedWork> {
         match self {
-            Self { targets: Some(targets), .. } => Some(Work::Look(targets)),
-            Self { undo: Some(true), .. } => Some(Work::Undo),
-            Self { prune, prune_where, .. } => prune_where.or(prune).map(Work::Prune),
+            Self { targets: Some(targets), .. } => Some(RequestedWork::Reconcile(targets)),
+            Self { undo: Some(true), .. } => Some(RequestedWork::Undo),
+            Self { prune, prune_where, .. } => prune_where.or(prune).map(RequestedWork::Prune),
         }
     }
 }
 
 /// Outcome of a request that the leader carries out by itself.
 #[derive(Debug)]
-pub enum Carried {
+pub enum RequestOutcome {
     /// Done.
-    Out,
+    Done,
     /// Refused, with the reason.
     Refused(String),
     /// Stopped before the end, or not started yet.
@@ -183,7 +183,7 @@ pub enum Answer {
 
 impl Store {
     /// Records a request for the current or next leader of every partition.
-    pub async fn request(&self, server: &Server, rule: &str, work: &Work) -> Result<ObjectId> {
+    pub async fn request(&self, server: &Server, rule: &str, work: &RequestedWork) -> Result<ObjectId> {
         let asked = ObjectId::new();
         let requests = self
             .ids()
@@ -219,13 +219,13 @@ impl Store {
     }
 
     /// The oldest open requests. Refuses those that cannot be read, which would otherwise stay in front of the others.
-    pub async fn requests(&self, server: &Server) -> Result<Vec<Asked>> {
+    pub async fn requests(&self, server: &Server) -> Result<Vec<OperatorRequest>> {
         let open = doc! {
             "deployment": {"$in": self.ids().to_vec()}, "refused": {"$exists": false}, "_id": {"$type": "objectId"},
         };
         let requests = server.collection(self.database(), REQUESTS);
         let oldest = async || -> Result<Vec<Document>> {
-            Ok(requests.find(open.clone()).sort(doc! {"_id": 1}).limit(SOME).await?.try_collect().await?)
+            Ok(requests.find(open.clone()).sort(doc! {"_id": 1}).limit(BATCH).await?.try_collect().await?)
         };
         let mut found = oldest().await?;
         if !found.is_empty() && self.refuse_abandoned(server, open.clone()).await? {
@@ -233,7 +233,7 @@ impl Store {
         }
         let read = |doc: &Document| {
             let stored: Stored = super::read(REQUESTS, doc).ok()?;
-            Some(Asked { id: stored.id, rule: stored.rule.clone(), work: stored.work()? })
+            Some(OperatorRequest { id: stored.id, rule: stored.rule.clone(), work: stored.work()? })
         };
         let mut requests = Vec::new();
         for doc in found {
@@ -281,7 +281,7 @@ impl Store {
             }
             match self.answer(server, asked).await? {
                 Answer::Done => return Ok(()),
-                Answer::Waiting => tokio::time::sleep(LOOK).await,
+                Answer::Waiting => tokio::time::sleep(POLL_INTERVAL).await,
                 Answer::Refused(why) => {
                     return Err(Error::new(Kind::State, format!("the leader refuses this: {why}"))
                         .hint("does the leader run with this config?"));

@@ -96,7 +96,7 @@ pub async fn instances(server: &Server, database: &str, deployment: &str, ttl: D
     found.iter().map(|instance| read(COLLECTION, instance).map(|stored: Stored| stored.into())).collect()
 }
 
-/// The fields of an instance that are read, a part of those that [`Place::beat`] writes.
+/// The fields of an instance that are read, a part of those that [`Place::announce`] writes.
 #[derive(Debug, Deserialize)]
 struct Stored {
     /// The first version does not announce this field and the next.
@@ -135,14 +135,14 @@ fn alive(ttl: Duration) -> Document {
 #[derive(Debug)]
 pub struct Member {
     place: Place,
-    said: watch::Sender<Said>,
+    announcement: watch::Sender<Announcement>,
     partitions: u32,
-    beat: tokio::task::JoinHandle<()>,
+    heartbeat: tokio::task::JoinHandle<()>,
 }
 
 /// Announced properties of an instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Said {
+struct Announcement {
     plan: String,
     /// Number of partitions that it leads; none if the deployment is not partitioned.
     leads: Option<usize>,
@@ -176,24 +176,25 @@ impl Member {
             instance: ObjectId::new().to_hex(),
             ttl,
         };
-        let said = Said { plan: fingerprint(plan, partitions), leads: (partitions > 1).then_some(0) };
-        let (sender, receiver) = watch::channel(said);
-        let beat = tokio::spawn(place.clone().keep(receiver));
-        Self { place, said: sender, partitions, beat }
+        let announcement = Announcement { plan: fingerprint(plan, partitions), leads: (partitions > 1).then_some(0) };
+        let (sender, receiver) = watch::channel(announcement);
+        let heartbeat = tokio::spawn(place.clone().keep(receiver));
+        Self { place, announcement: sender, partitions, heartbeat }
     }
 
     /// Announces a new plan, after the rules were swapped.
     pub fn has_plan(&self, plan: &Plan) {
         let plan = fingerprint(plan, self.partitions);
-        self.said.send_modify(|said| said.plan = plan);
+        self.announcement.send_modify(|announcement| announcement.plan = plan);
     }
 
     /// Announces the number of partitions that it leads; none if it cannot take any, so that no other instance hands
     /// one over to it. In a deployment that is not divided, nothing is announced.
     pub fn leads(&self, partitions: Option<usize>) {
         let partitions = partitions.filter(|_| self.partitions > 1);
-        let changed = |said: &mut Said| std::mem::replace(&mut said.leads, partitions) != partitions;
-        self.said.send_if_modified(changed);
+        let changed =
+            |announcement: &mut Announcement| std::mem::replace(&mut announcement.leads, partitions) != partitions;
+        self.announcement.send_if_modified(changed);
     }
 
     /// Numbers of partitions that the other instances lead: those that are alive, have the same plan, and take
@@ -202,19 +203,19 @@ impl Member {
         if self.partitions <= 1 {
             return Ok(Vec::new());
         }
-        let plan = self.said.borrow().plan.clone();
+        let plan = self.announcement.borrow().plan.clone();
         self.place.others(&plan).await
     }
 
     /// True if another live instance has a newer plan. Until the deployment has seen this instance's plan, none is newer.
     pub async fn is_outdated(&self) -> Result<bool> {
-        let plan = self.said.borrow().plan.clone();
+        let plan = self.announcement.borrow().plan.clone();
         Ok(self.place.newer_than(&plan).await? > 0)
     }
 
     /// Removes the announcement, so that the instance counts as gone at once.
     pub async fn leave(&self) {
-        self.beat.abort();
+        self.heartbeat.abort();
         let instances = self.place.collection(COLLECTION);
         let gone = instances.delete_one(doc! {"_id": self.place.id()}).into_future();
         // On failure, the document expires.
@@ -226,7 +227,7 @@ impl Member {
 
 impl Drop for Member {
     fn drop(&mut self) {
-        self.beat.abort();
+        self.heartbeat.abort();
     }
 }
 
@@ -243,19 +244,19 @@ impl Place {
         doc! {"deployment": &self.deployment, "plan": plan}
     }
 
-    async fn keep(self, mut said: watch::Receiver<Said>) {
+    async fn keep(self, mut announcement: watch::Receiver<Announcement>) {
         loop {
-            let now = said.borrow_and_update().clone();
-            let beat = async {
+            let now = announcement.borrow_and_update().clone();
+            let announced = async {
                 self.meet(&now.plan).await?;
-                self.beat(&now).await
+                self.announce(&now).await
             };
-            if let Err(error) = beat.await {
+            if let Err(error) = announced.await {
                 tracing::debug!(error = %error.message, "this instance could not record that it is alive; trying again");
             }
             tokio::select! {
                 () = tokio::time::sleep(self.ttl / 3) => {}
-                changed = said.changed() => if changed.is_err() { return },
+                changed = announcement.changed() => if changed.is_err() { return },
             }
         }
     }
@@ -267,13 +268,13 @@ impl Place {
         Ok(())
     }
 
-    async fn beat(&self, said: &Said) -> Result<()> {
+    async fn announce(&self, announcement: &Announcement) -> Result<()> {
         let mut state = doc! {
-            "plan": &said.plan, "seen": "$$NOW", "started": {"$ifNull": ["$started", "$$NOW"]},
+            "plan": &announcement.plan, "seen": "$$NOW", "started": {"$ifNull": ["$started", "$$NOW"]},
             "process": i64::from(std::process::id()), "host": {"$literal": host()},
             "program": env!("CARGO_PKG_VERSION"),
         };
-        let update = match said.leads {
+        let update = match announcement.leads {
             Some(leads) => {
                 state.insert("leads", i64::try_from(leads).unwrap_or(i64::MAX));
                 vec![doc! {"$set": state}]

@@ -40,7 +40,7 @@ use denormd_mongo::{
 /// Above this number, dead letters are not carried over: their rules are backfilled, which finds them again.
 const DEAD_LETTERS: usize = 10_000;
 /// Time limit for the transaction.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Divides a deployment into `of` partitions. Returns false while the old partitions have leaders. A leader whose lease
 /// was deleted counts as alive for the duration of a lease (`ttl`).
@@ -81,7 +81,7 @@ pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, 
         }
         Ok::<_, Error>(changed)
     };
-    let changed = tokio::time::timeout(PATIENCE, Box::pin(transaction));
+    let changed = tokio::time::timeout(TIMEOUT, Box::pin(transaction));
     let changed = changed.await.map_err(|_| Error::internal("the partitions could not be changed in time"))??;
     if changed {
         tracing::info!(from, to = of, "the deployment is repartitioned");

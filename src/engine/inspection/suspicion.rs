@@ -34,7 +34,7 @@ const DRAWN: i32 = 100;
 /// Size above which a document is skipped, in bytes: a hundred of them would be too much.
 const LARGEST: i32 = 256 << 10;
 /// Time limit of a sample on the server, in milliseconds.
-const PATIENCE: i64 = 5000;
+const TIMEOUT: i64 = 5000;
 
 /// The collection, or its whole database, does not exist.
 #[derive(Debug)]
@@ -199,7 +199,7 @@ async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>)
     stages.push(doc! {"$sample": {"size": DRAWN}});
     stages.push(doc! {"$match": {"$expr": {"$lte": [{"$bsonSize": "$$ROOT"}, LARGEST]}}});
     let command = doc! {
-        "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": PATIENCE, "allowDiskUse": true,
+        "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": TIMEOUT, "allowDiskUse": true,
     };
     match server.read(&namespace.database, command, Reads::default()).await {
         Ok(rows) => {

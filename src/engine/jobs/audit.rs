@@ -29,7 +29,7 @@ use denormd_rules::{
 use pace::{Pace, expected_seconds};
 
 /// Minimum age of a difference before it counts: its repair may be under way.
-const SECOND_LOOK: Duration = Duration::from_secs(2);
+const CONFIRMATION_DELAY: Duration = Duration::from_secs(2);
 /// Interval between checks that pending changes have been applied.
 const ARRIVED: Duration = Duration::from_millis(100);
 /// Pause before each round of a rule, and after a failure.
@@ -206,7 +206,7 @@ impl Audit<'_> {
     /// next round checks it. Returns false if a backfill or a fan-out job begins meanwhile.
     async fn second_look(&self, suspects: &[Mismatch]) -> Result<bool> {
         let seen = self.context.server.operation_time().await?;
-        tokio::time::sleep(SECOND_LOOK).await;
+        tokio::time::sleep(CONFIRMATION_DELAY).await;
         loop {
             match (self.applied)(self.rule.id) {
                 None => return Ok(false),

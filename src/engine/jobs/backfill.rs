@@ -68,9 +68,10 @@ pub async fn run(
         }
         let Some((mut request, failures)) = waiting.next(&context.plan.order) else { return };
         let begun = request.after.clone();
-        let one = One { context: &context, store: &store, rule: context.plan.rule(request.rule), out: &out };
+        let backfill =
+            RuleBackfill { context: &context, store: &store, rule: context.plan.rule(request.rule), out: &out };
         let result = tokio::select! {
-            result = one.run(&mut request) => result,
+            result = backfill.run(&mut request) => result,
             () = stop.cancelled() => return,
         };
         let error = match result {
@@ -82,13 +83,13 @@ pub async fn run(
             Ok(false) => continue,
             Err(error) => error,
         };
-        tracing::warn!(rule = %one.rule.name, error = %error.message, "the backfill was interrupted; retrying");
-        context.metrics.record_error(Some(&one.rule.name), "backfill", &error);
+        tracing::warn!(rule = %backfill.rule.name, error = %error.message, "the backfill was interrupted; retrying");
+        context.metrics.record_error(Some(&backfill.rule.name), "backfill", &error);
         if error.code == Some(code::UNAUTHORIZED) {
             if reports.send(Report::Refused(request.rule, error.message)).await.is_err() {
                 return;
             }
-            if one.is_asked_again(&request).await {
+            if backfill.is_asked_again(&request).await {
                 continue;
             }
         }
@@ -125,7 +126,7 @@ impl Waiting {
     }
 }
 
-struct One<'a> {
+struct RuleBackfill<'a> {
     context: &'a Context,
     store: &'a Store,
     rule: &'a Rule,
@@ -151,7 +152,7 @@ struct Read {
     last: Option<Bson>,
 }
 
-impl One<'_> {
+impl RuleBackfill<'_> {
     /// Backfills the rule from the request's position on, and advances that position. Returns false if the backfill of
     /// the rule has been requested again.
     ///

@@ -52,9 +52,9 @@ const LOOKS: u32 = 3;
 /// Number of comparisons that must agree without a leader.
 const LOOKS_ALONE: u32 = 2;
 /// Number of comparisons after which a target that keeps changing is left undecided.
-const MOST_LOOKS: u32 = 20;
+const MAX_COMPARISONS: u32 = 20;
 /// Time limit for the leader to apply everything that is committed.
-const PATIENCE: Duration = Duration::from_secs(600);
+const TIMEOUT: Duration = Duration::from_secs(600);
 /// Pause between two reads of the leader's progress.
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -71,7 +71,7 @@ pub struct Scope {
 
 /// A target that differs from its definition.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Found {
+pub struct DifferingTarget {
     /// The `_id` of the target.
     pub target: Bson,
     /// The paths that differ, and how.
@@ -135,7 +135,7 @@ impl<'a> Check<'a> {
 
     /// Returns the next confirmed differences; None after the last target. The call assumes that earlier results have
     /// been handled, and saves the position after them.
-    pub async fn next(&mut self) -> Result<Option<Vec<Found>>> {
+    pub async fn next(&mut self) -> Result<Option<Vec<DifferingTarget>>> {
         let started = Instant::now();
         loop {
             if self.suspects.is_empty() && !self.saved {
@@ -223,10 +223,10 @@ impl<'a> Check<'a> {
 
     /// Compares the suspects until each is cleared, confirmed or left undecided. The undecided ones, and those whose definition
     /// cannot be computed, go to `others`.
-    async fn judge(&mut self, others: &mut Vec<Bson>) -> Result<Vec<Found>> {
-        let mut found: Vec<Result<(Found, Vec<Option<Key>>)>> = Vec::new();
+    async fn judge(&mut self, others: &mut Vec<Bson>) -> Result<Vec<DifferingTarget>> {
+        let mut found: Vec<Result<(DifferingTarget, Vec<Option<Key>>)>> = Vec::new();
         for look in 0.. {
-            if self.suspects.is_empty() || look == MOST_LOOKS {
+            if self.suspects.is_empty() || look == MAX_COMPARISONS {
                 break;
             }
             let needed = if self.applied_up_to_now().await? { LOOKS } else { LOOKS_ALONE };
@@ -279,9 +279,9 @@ impl<'a> Check<'a> {
             {
                 return Ok(true);
             }
-            if started.elapsed() > PATIENCE {
+            if started.elapsed() > TIMEOUT {
                 let message =
-                    format!("the daemon has not applied what was committed {} minutes ago", PATIENCE.as_secs() / 60);
+                    format!("the daemon has not applied what was committed {} minutes ago", TIMEOUT.as_secs() / 60);
                 return Err(Error::new(Kind::TimedOut, message)
                     .hint("`denormd status` says why; then `denormd check --resume` goes on from here"));
             }
@@ -362,9 +362,9 @@ async fn absent_in_sample(context: &Context, rule: &Rule, size: u64, time: Clust
 }
 
 /// The report on a target that differs, and the target's references.
-fn found_of(compared: &Compared, values: bool) -> Result<(Found, Vec<Option<Key>>)> {
+fn found_of(compared: &Compared, values: bool) -> Result<(DifferingTarget, Vec<Option<Key>>)> {
     let differing = compared.differences().map(|difference| Differing::of(difference, values));
     let differing = differing.collect::<Result<Vec<_>>>()?;
-    let found = Found { target: compared.target.clone(), differing, set_aside: false };
+    let found = DifferingTarget { target: compared.target.clone(), differing, set_aside: false };
     Ok((found, compared.references.clone()))
 }

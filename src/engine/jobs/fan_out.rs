@@ -48,7 +48,7 @@ const AT_ONCE: usize = 4;
 const PAUSE: Duration = Duration::from_secs(1);
 /// Interval between searches for jobs that are recorded but not running here: records that were written late, after the
 /// job requested in their place was done.
-const LOOK: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Runs the requested fan-out jobs until `stop`.
 pub async fn run(
@@ -62,7 +62,7 @@ pub async fn run(
     // The newest request of each running job.
     let mut running: HashMap<Subject, FanOut> = HashMap::new();
     let mut tasks = JoinSet::new();
-    let mut look = tokio::time::interval_at(tokio::time::Instant::now() + LOOK, LOOK);
+    let mut look = tokio::time::interval_at(tokio::time::Instant::now() + POLL_INTERVAL, POLL_INTERVAL);
     look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         while let Some(job) = waiting.pop_if(|_| running.len() < AT_ONCE) {
@@ -113,7 +113,7 @@ pub async fn run(
 
 /// One pass of a fan-out job over its targets.
 struct Pass<'a> {
-    one: &'a One<'a>,
+    runner: &'a JobRunner<'a>,
     /// Position that this pass started after.
     begun: Option<Bson>,
     /// Reads are at least as new as this time.
@@ -125,7 +125,7 @@ struct Pass<'a> {
 impl Pass<'_> {
     /// Reads all targets with one cursor. Returns false if the job was superseded or no longer exists.
     async fn in_one_read(&mut self, job: &mut FanOut) -> Result<bool> {
-        let One { context, rule, .. } = self.one;
+        let JobRunner { context, rule, .. } = self.runner;
         let Subject { task, key, .. } = &job.subject;
         let Some(command) = read::found_in_order(rule, *task, key, job.after.as_ref()) else { return Ok(true) };
         let command = limited(command, context.limits.read_timeout);
@@ -145,7 +145,7 @@ impl Pass<'_> {
 
     /// Reads by the index on `_id` instead: each part takes a short time to read, and progress is recorded after it.
     async fn in_parts(&mut self, job: &mut FanOut) -> Result<bool> {
-        let One { context, rule, .. } = self.one;
+        let JobRunner { context, rule, .. } = self.runner;
         let Some(command) = read::found(rule, job.subject.task, &[&job.subject.key]) else { return Ok(true) };
         let of = |name: &str| command.get_document(name).cloned().unwrap_or_default();
         let (filter, projection) = (of("filter"), of("projection"));
@@ -168,9 +168,9 @@ impl Pass<'_> {
     /// Requests the targets of a page, which ends at `reached`, and waits until they are done. Returns false if the job
     /// no longer exists.
     async fn page(&mut self, job: &mut FanOut, rows: &[RawDocumentBuf], reached: Option<Bson>) -> Result<bool> {
-        let One { context, rule, out } = self.one;
+        let JobRunner { context, rule, out } = self.runner;
         let Subject { task, key, .. } = &job.subject;
-        let requests = self.one.requests(*task, key, rows)?;
+        let requests = self.runner.requests(*task, key, rows)?;
         let named = requests.iter().find_map(|request| match &request.scope {
             Scope::Named(ids) if *task == Task::Value => Some(ids.clone()),
             _ => None,
@@ -188,7 +188,7 @@ impl Pass<'_> {
         self.targets += rows.len();
         job.after = reached.or(job.after.take());
         // Refused if the job was requested again; the pass continues all the same.
-        Ok(recorded? || self.one.recorded_anew(job).await?.is_some())
+        Ok(recorded? || self.runner.recorded_anew(job).await?.is_some())
     }
 }
 
@@ -209,10 +209,10 @@ async fn patiently(
 ) -> Option<Ended> {
     let mut job = None;
     let rule = context.plan.rule(asked.subject.rule).clone();
-    let one = One { context: &context, rule: &rule, out: &out };
+    let runner = JobRunner { context: &context, rule: &rule, out: &out };
     loop {
         let result = tokio::select! {
-            result = one.run(&asked, &mut job) => result,
+            result = runner.run(&asked, &mut job) => result,
             () = stop.cancelled() => return None,
         };
         let error = match result {
@@ -237,13 +237,13 @@ async fn patiently(
     }
 }
 
-struct One<'a> {
+struct JobRunner<'a> {
     context: &'a Context,
     rule: &'a Rule,
     out: &'a mpsc::Sender<Page>,
 }
 
-impl One<'_> {
+impl JobRunner<'_> {
     /// Makes one pass of the recorded job; `job` is its progress. Returns the request that is done, unless a newer one
     /// was recorded.
     ///
@@ -287,7 +287,7 @@ impl One<'_> {
     async fn pass(&self, job: &mut FanOut) -> Result<bool> {
         let server = &self.context.server;
         let time = server.operation_time().await?;
-        let mut pass = Pass { one: self, begun: job.after.clone(), time, targets: 0 };
+        let mut pass = Pass { runner: self, begun: job.after.clone(), time, targets: 0 };
         let done = if job.in_parts {
             pass.in_parts(job).await?
         } else {

@@ -6,7 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::{
-        requests::{Carried, Retired},
+        requests::{RequestOutcome, Retired},
         rule_record::RuleRecord,
         store::Store,
     },
@@ -101,27 +101,30 @@ pub async fn carry_out(
     store: &Store,
     (id, paths): (ObjectId, &[Retired]),
     stop: &CancellationToken,
-) -> Result<Carried> {
+) -> Result<RequestOutcome> {
     if let Some(taken) = paths.iter().find(|retired| is_owned(&context.plan, retired)) {
-        return Ok(Carried::Refused(format!("a rule that it runs owns `{}` of `{}`", taken.path, taken.collection)));
+        return Ok(RequestOutcome::Refused(format!(
+            "a rule that it runs owns `{}` of `{}`",
+            taken.path, taken.collection
+        )));
     }
     // Every partition receives the request. One of them writes, once no other has a rule that owns the paths.
     if context.partition.place() != 0 {
-        return Ok(Carried::Out);
+        return Ok(RequestOutcome::Done);
     }
     if !store.is_last(&context.server, id).await? {
-        return Ok(Carried::Stopped);
+        return Ok(RequestOutcome::Stopped);
     }
     for retired in paths {
         match take_away(context, retired, stop).await {
             Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => {
-                return Ok(Carried::Refused(error.message));
+                return Ok(RequestOutcome::Refused(error.message));
             }
-            Ok(false) => return Ok(Carried::Stopped),
+            Ok(false) => return Ok(RequestOutcome::Stopped),
             done => drop(done?),
         }
     }
-    Ok(Carried::Out)
+    Ok(RequestOutcome::Done)
 }
 
 /// Removes one retired field. Returns false if it was stopped.

@@ -16,7 +16,7 @@ use super::prune::owns;
 use crate::{
     checkpoint::{
         kept::{COLLECTION, Element, KeptValue, fingerprint},
-        requests::{Asked, Carried, Retired},
+        requests::{OperatorRequest, RequestOutcome, Retired},
         rule_record::RuleRecord,
         store::Store,
     },
@@ -84,16 +84,21 @@ pub async fn count(context: &Context, rule: &str) -> Result<Tally> {
 
 /// Puts back what can be put back for `denormd undo`, by writes that end with the lease. Checks `stop` between writes: a
 /// write in flight is waited for.
-pub async fn carry_out(context: &Context, store: &Store, asked: &Asked, stop: &CancellationToken) -> Result<Carried> {
+pub async fn carry_out(
+    context: &Context,
+    store: &Store,
+    asked: &OperatorRequest,
+    stop: &CancellationToken,
+) -> Result<RequestOutcome> {
     let known = store.standing(&context.server).await?;
     let record = known.into_iter().find(|(name, _)| *name == asked.rule).map(|(_, record)| record);
     let rule = context.plan.rules.iter().find(|rule| rule.name == asked.rule);
     if let Some(rule) = rule {
         let stopped = record.as_ref().filter(|record| !is_running(record));
-        let Some(record) = stopped else { return Ok(Carried::Refused(format!("`{}` is running", asked.rule))) };
+        let Some(record) = stopped else { return Ok(RequestOutcome::Refused(format!("`{}` is running", asked.rule))) };
         // Its last batches may still write.
         if record.noticed != record.generation || context.memory.batches.is_running(rule.id) {
-            return Ok(Carried::Stopped);
+            return Ok(RequestOutcome::Stopped);
         }
     }
     let paths = context.kept().paths(&asked.rule).await?;
@@ -101,7 +106,7 @@ pub async fn carry_out(context: &Context, store: &Store, asked: &Asked, stop: &C
     // The plan refuses two rules that write one field of one document. It knows nothing of a rule that has another name now.
     let mut others = context.plan.rules.iter().filter(|_| rule.is_none());
     if let Some(other) = others.find(|other| fields.iter().any(|field| owns(other, field))) {
-        return Ok(Carried::Refused(format!("`{}` owns a field that it would put back", other.name)));
+        return Ok(RequestOutcome::Refused(format!("`{}` owns a field that it would put back", other.name)));
     }
     let mut keeping = record.and_then(|record| record.keeping).unwrap_or_default();
     keeping.passed.clear();
@@ -121,14 +126,16 @@ pub async fn carry_out(context: &Context, store: &Store, asked: &Asked, stop: &C
     }
     // Every partition receives the request. One of them writes, after the batches of all have ended.
     if context.partition.place() != 0 {
-        return Ok(Carried::Out);
+        return Ok(RequestOutcome::Done);
     }
     if !store.is_last(&context.server, asked.id).await? {
-        return Ok(Carried::Stopped);
+        return Ok(RequestOutcome::Stopped);
     }
     match put_back(context, &asked.rule, stop).await {
         // It would be refused again, and keep every later request waiting.
-        Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => Ok(Carried::Refused(error.message)),
+        Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => {
+            Ok(RequestOutcome::Refused(error.message))
+        }
         carried => carried,
     }
 }
@@ -137,7 +144,7 @@ fn retired((collection, path): (String, String)) -> Option<Retired> {
     Some(Retired { collection, path: FieldPath::parse(&path).ok()?, filter: None })
 }
 
-async fn put_back(context: &Context, rule: &str, stop: &CancellationToken) -> Result<Carried> {
+async fn put_back(context: &Context, rule: &str, stop: &CancellationToken) -> Result<RequestOutcome> {
     let kept = context.kept();
     let whole = Store::open(&context.server.unfenced(), kept.database, kept.deployment).await?;
     let is_planned = context.plan.rules.iter().any(|planned| planned.name == rule);
@@ -146,10 +153,10 @@ async fn put_back(context: &Context, rule: &str, stop: &CancellationToken) -> Re
         // A pause may end, an index or a source may come back, or somebody resumes the rule.
         let records = whole.of_each_partition(&context.server, rule).await?;
         if is_planned && records.iter().any(|(_, record)| is_running(record)) {
-            return Ok(Carried::Refused(format!("`{rule}` runs again, and some values may not be back")));
+            return Ok(RequestOutcome::Refused(format!("`{rule}` runs again, and some values may not be back")));
         }
         let Some(page) = stop.run_until_cancelled(kept.page(rule, after.as_ref())).await else {
-            return Ok(Carried::Stopped);
+            return Ok(RequestOutcome::Stopped);
         };
         let page = page?;
         let Some(last) = page.last() else { break };
@@ -160,7 +167,7 @@ async fn put_back(context: &Context, rule: &str, stop: &CancellationToken) -> Re
     }
     kept.forget_not_kept(rule).await?;
     kept.leave(rule).await?;
-    Ok(Carried::Out)
+    Ok(RequestOutcome::Done)
 }
 
 /// Writes the old values of a page. A target that the server refuses to write keeps denormd's value.

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     checkpoint::{
-        requests::{Asked, Carried, Work},
+        requests::{OperatorRequest, RequestOutcome, RequestedWork},
         store::Store,
     },
     dead_letter::{self, DeadLetter, Written},
@@ -40,12 +40,12 @@ const REPORTS: usize = 16;
 const READ_STATES: Duration = Duration::from_secs(1);
 
 /// Finding due dead letters also reads those that are not due: it takes no more than a twentieth of the time.
-const RARELY: u32 = 20;
+const PAUSE_FACTOR: u32 = 20;
 /// A page of dead letters that takes longer than this continues in the background: a slow key in it may take many
 /// minutes.
 const LONG: Duration = Duration::from_secs(5);
 /// With this number of pages in the background, a rule that has dead letters in one of them gets no further page.
-const LATE: usize = 3;
+const MAX_BACKGROUND_PAGES: usize = 3;
 
 /// Dead letters that are being retried, and their requests.
 type Retried = (Vec<DeadLetter>, SentPage);
@@ -80,7 +80,7 @@ async fn retry(
             () = stop.cancelled() => return,
         };
         match result {
-            Ok(reading) => pause = dead_letter::ROUND.max(reading * RARELY),
+            Ok(reading) => pause = dead_letter::ROUND.max(reading * PAUSE_FACTOR),
             Err(error) => tracing::warn!(error = %error.message, "dead letters cannot be read; trying again"),
         }
     }
@@ -120,7 +120,7 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<R
                 }
             }
         }
-        let is_full = late.len() >= LATE;
+        let is_full = late.len() >= MAX_BACKGROUND_PAGES;
         let is_tried = |dead_letter: &DeadLetter| {
             let is_waited_for =
                 |tried: &DeadLetter| tried.is_same(dead_letter) || is_full && tried.rule == dead_letter.rule;
@@ -149,8 +149,10 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
     let round = async || {
         for asked in store.requests(&context.server).await? {
             let targets = match asked.work {
-                Work::Look(targets) => targets,
-                work @ (Work::Prune(_) | Work::Undo) => return Ok(Some(Asked { work, ..asked })),
+                RequestedWork::Reconcile(targets) => targets,
+                work @ (RequestedWork::Prune(_) | RequestedWork::Undo) => {
+                    return Ok(Some(OperatorRequest { work, ..asked }));
+                }
             };
             let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == asked.rule) else {
                 store.refuse_request(&context.server, asked.id, "the leader has no rule of that name").await?;
@@ -167,17 +169,19 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
         Ok::<_, Error>(None)
     };
     // The futures are large, and commands are rare.
-    let carry_out = async |asked: Asked| {
+    let carry_out = async |asked: OperatorRequest| {
         let carried = match &asked.work {
-            Work::Prune(paths) => Box::pin(prune::carry_out(&context, &store, (asked.id, paths), &stop)).await?,
-            Work::Undo => Box::pin(undo::carry_out(&context, &store, &asked, &stop)).await?,
-            Work::Look(_) => Carried::Out,
+            RequestedWork::Prune(paths) => {
+                Box::pin(prune::carry_out(&context, &store, (asked.id, paths), &stop)).await?
+            }
+            RequestedWork::Undo => Box::pin(undo::carry_out(&context, &store, &asked, &stop)).await?,
+            RequestedWork::Reconcile(_) => RequestOutcome::Done,
         };
         match carried {
-            Carried::Out => store.request_done(&context.server, asked.id).await,
-            Carried::Refused(why) => store.refuse_request(&context.server, asked.id, &why).await,
+            RequestOutcome::Done => store.request_done(&context.server, asked.id).await,
+            RequestOutcome::Refused(why) => store.refuse_request(&context.server, asked.id, &why).await,
             // This leader tries again, or the next one starts over.
-            Carried::Stopped => Ok(()),
+            RequestOutcome::Stopped => Ok(()),
         }
     };
     loop {

@@ -24,7 +24,7 @@ use denormd_rules::plan::{Rule, RuleId};
 /// Interval between reads of the list of existing source collections.
 const READ_SOURCES: Duration = Duration::from_secs(2);
 /// Counts of losses take no more than a twentieth of the time.
-const RARELY: u32 = 20;
+const PAUSE_FACTOR: u32 = 20;
 
 /// A finding about sources.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ pub(super) async fn returns(context: Arc<Context>, out: mpsc::Sender<Seen>, stop
                 looked = Box::pin(look(&whole, rule, waits)) => looked,
                 () = stop.cancelled() => return,
             };
-            waits.next = Some(Instant::now() + start.elapsed() * RARELY);
+            waits.next = Some(Instant::now() + start.elapsed() * PAUSE_FACTOR);
             match looked {
                 Ok(Some(uuid)) => {
                     if out.send(Seen::Returned { rule: rule.id, uuid }).await.is_err() {

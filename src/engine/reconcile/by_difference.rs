@@ -26,7 +26,7 @@ use denormd_mongo::error::{Error, Result};
 use denormd_rules::plan::{Rule, Values};
 
 /// A target, and what differs in it.
-struct Found<'a> {
+struct TargetDifferences<'a> {
     nth: usize,
     read: &'a Read,
     differences: Vec<Difference>,
@@ -66,7 +66,7 @@ impl Run<'_> {
             if differences.iter().any(|one| dangles(one) && loses(self.rule, one)) {
                 losing.push(nth);
             }
-            found.push(Found { nth, read, differences });
+            found.push(TargetDifferences { nth, read, differences });
         }
         if !losing.is_empty() && !self.may_lose_named(losing.iter().map(|nth| &items[*nth].key)).await? {
             for nth in losing {
@@ -75,7 +75,8 @@ impl Run<'_> {
         }
         self.keep(items, &rows).await?;
         let mut all = Vec::new();
-        for Found { nth, read, differences } in found.iter().filter(|found| items[found.nth].end.is_none()) {
+        for TargetDifferences { nth, read, differences } in found.iter().filter(|found| items[found.nth].end.is_none())
+        {
             let (key, Read { target, guard, .. }) = (&items[*nth].key, read);
             let written = statements(self.rule, key, (target, guard), differences)?;
             all.extend(written.into_iter().map(|statement| (vec![*nth], statement)));

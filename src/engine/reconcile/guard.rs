@@ -27,7 +27,7 @@ use denormd_mongo::{Reads, command::limited, error::Result};
 use denormd_rules::{config::OnDrift, plan::Rule};
 
 /// Delay before the guard reports a difference as drift.
-const SECOND_LOOK: Duration = Duration::from_millis(200);
+const CONFIRMATION_DELAY: Duration = Duration::from_millis(200);
 
 impl Run<'_> {
     /// Compares targets whose owned fields were written. Usually denormd wrote them itself, and nothing differs.
@@ -53,7 +53,7 @@ impl Run<'_> {
             }
             match unconfirmed_mismatch.verdict {
                 Verdict::Postponed => {
-                    item.end = Some(End::Later(SECOND_LOOK));
+                    item.end = Some(End::Later(CONFIRMATION_DELAY));
                     continue;
                 }
                 Verdict::Drift => drift.push(mismatch.clone()),

@@ -50,9 +50,9 @@ use denormd_rules::plan::{
 };
 
 /// Longest time that a document waits for those that it reads.
-const PATIENCE: Duration = Duration::from_secs(10);
+const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// Delay before a document looks again at what it waits for.
-const SOON: Duration = Duration::from_millis(20);
+const RETRY_DELAY: Duration = Duration::from_millis(20);
 /// Most pending documents whose ancestors are read, to find out who waits for them.
 const MOST: usize = 1000;
 
@@ -87,7 +87,7 @@ impl Run<'_> {
         };
         for (nth, delay) in waits {
             let item = &mut items[nth];
-            if item.work.waits_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE {
+            if item.work.waits_since.get_or_insert_with(Instant::now).elapsed() < LONGEST_WAIT {
                 targets.remove(&item.key);
                 item.end = Some(End::Later(delay));
             }
@@ -164,7 +164,7 @@ impl Order<'_, '_> {
             return None;
         };
         // All of a batch end together.
-        let together = |same_batch: bool| if same_batch { Duration::ZERO } else { SOON };
+        let together = |same_batch: bool| if same_batch { Duration::ZERO } else { RETRY_DELAY };
         match self.tree.parent {
             Role::Source => self.read_by.get(id).map(|same_batch| together(*same_batch)),
             Role::Target => {

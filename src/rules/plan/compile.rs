@@ -9,7 +9,7 @@ use crate::{
     plan::{
         bucket::Bucket,
         create,
-        expression::{self, Found, OfTarget, Reads, Refusal, Variables},
+        expression::{self, Dependencies, OfTarget, Reads, Refusal, Variables},
         graph,
         reference::{self, Pair, Reference, Role},
         rule::{Assignment, Creates, Groups, Keyed, Plan, Rule, RuleId, Side, Values},
@@ -173,7 +173,7 @@ impl Compiler<'_> {
     /// Adds the paths that the filter of a side reads.
     fn filter_paths(&mut self, at: &ConfigPath, side: Option<&Side>, reads: &mut Reads) {
         if let Some(filter) = side.and_then(|side| side.filter.as_ref()) {
-            let read = expression::filter(filter).map(|source| Found { source, ..Found::default() });
+            let read = expression::filter(filter).map(|source| Dependencies { source, ..Dependencies::default() });
             self.take(at, read, reads);
         }
     }
@@ -304,7 +304,7 @@ impl Compiler<'_> {
         None
     }
 
-    fn take(&mut self, at: &ConfigPath, result: Result<Found, Refusal>, reads: &mut Reads) {
+    fn take(&mut self, at: &ConfigPath, result: Result<Dependencies, Refusal>, reads: &mut Reads) {
         match result {
             Ok(found) => {
                 reads.extend(found.source);
@@ -558,7 +558,7 @@ impl Compiler<'_> {
         &mut self,
         at: &ConfigPath,
         set: &[(String, Bson)],
-        read: impl Fn(&Bson) -> Result<Found, Refusal>,
+        read: impl Fn(&Bson) -> Result<Dependencies, Refusal>,
         reads: &mut Reads,
     ) -> Option<Vec<Assignment>> {
         let mut out = Vec::new();

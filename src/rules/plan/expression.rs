@@ -101,7 +101,7 @@ pub struct Variables<'a> {
 
 /// The paths that an expression depends on, by the document that has them.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct Found {
+pub struct Dependencies {
     /// Paths of the source.
     pub source: Reads,
     /// Paths of the target.
@@ -144,14 +144,14 @@ impl OfTarget {
 }
 
 /// Reads an expression: returns the paths that it depends on.
-pub fn expression(value: &Bson, variables: Variables<'_>) -> Result<Found, Refusal> {
+pub fn expression(value: &Bson, variables: Variables<'_>) -> Result<Dependencies, Refusal> {
     let mut walk = Walk::new(variables);
     walk.expression(value)?;
     Ok(walk.found())
 }
 
 /// Reads a `$group` accumulator such as `{ $sum: 1 }`.
-pub fn accumulator(value: &Bson, variables: Variables<'_>) -> Result<Found, Refusal> {
+pub fn accumulator(value: &Bson, variables: Variables<'_>) -> Result<Dependencies, Refusal> {
     let form = "an accumulator is written { $sum: 1 } or { $avg: $rating }";
     let Some((name, argument)) = value.as_document().filter(|doc| doc.len() == 1).and_then(|doc| doc.iter().next())
     else {
@@ -173,7 +173,7 @@ pub fn accumulator(value: &Bson, variables: Variables<'_>) -> Result<Found, Refu
 
 /// Reads a value of an aggregate's `set`: an accumulator, or an expression over the variables of `let`, which have these
 /// names.
-pub fn accumulated(value: &Bson, names: &[&str], variables: Variables<'_>) -> Result<Found, Refusal> {
+pub fn accumulated(value: &Bson, names: &[&str], variables: Variables<'_>) -> Result<Dependencies, Refusal> {
     let variables = Variables { of_let: true, ..variables };
     if names.iter().any(|name| mentions(value, name)) {
         return over_variables(value, names, variables);
@@ -190,7 +190,7 @@ pub fn accumulated(value: &Bson, names: &[&str], variables: Variables<'_>) -> Re
 }
 
 /// Reads an expression over the variables of `let`, which cannot read a source document.
-fn over_variables(value: &Bson, names: &[&str], variables: Variables<'_>) -> Result<Found, Refusal> {
+fn over_variables(value: &Bson, names: &[&str], variables: Variables<'_>) -> Result<Dependencies, Refusal> {
     let mut walk = Walk::new(variables);
     walk.scope = names.iter().map(|name| (*name).to_owned()).collect();
     walk.expression(value)?;
@@ -326,8 +326,8 @@ impl<'a> Walk<'a> {
         Self { variables, scope: Vec::new(), reads: Reads::default(), target: OfTarget::default(), element: false }
     }
 
-    fn found(self) -> Found {
-        Found { source: self.reads, target: self.target, element: self.element }
+    fn found(self) -> Dependencies {
+        Dependencies { source: self.reads, target: self.target, element: self.element }
     }
 
     fn expression(&mut self, value: &Bson) -> Result<(), Refusal> {

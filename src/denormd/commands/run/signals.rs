@@ -10,7 +10,7 @@ use denormd_mongo::error::Error;
 use denormd_rules::config::{self, file};
 
 /// Interval between reads of the files. A ConfigMap is replaced through a symlink, which file notifications miss.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Delay before a refused config is tried again: `plan --apply` may have given the cluster what it lacked.
 const AGAIN: Duration = Duration::from_secs(10);
 
@@ -167,7 +167,7 @@ impl Signals {
 
     /// Waits for the next request.
     pub async fn next(&mut self) -> Wake {
-        let mut tick = tokio::time::interval(LOOK);
+        let mut tick = tokio::time::interval(POLL_INTERVAL);
         self.repeated = loop {
             tokio::select! {
                 wake = self.source.next() => match wake {

@@ -26,7 +26,7 @@ use denormd_rules::{
 };
 
 /// Time limit of a case.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A server with databases for the cases.
 pub(super) struct Scratch {
@@ -103,7 +103,7 @@ impl Scratch {
         let context = Arc::new(context.under(held.fence()));
         let store = Store::open_partition(&context.server, state, &self.deployment, Partition::WHOLE).await?;
         let handle = pipeline::start(context.clone(), store).await?;
-        let settled = tokio::time::timeout(PATIENCE, handle.settled()).await;
+        let settled = tokio::time::timeout(TIMEOUT, handle.settled()).await;
         handle.stop().await;
         held.release().await;
         settled.map_err(|_| Error::new(Kind::TimedOut, "the rules did not come to an end within a minute"))??;

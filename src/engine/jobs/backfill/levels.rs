@@ -21,9 +21,9 @@ use denormd_rules::plan::{
     tree::{Place, Tree},
 };
 
-use super::{IN_FLIGHT, One, PAGE, Pending, acknowledged, pace::Pace, requests_of};
+use super::{IN_FLIGHT, PAGE, Pending, RuleBackfill, acknowledged, pace::Pace, requests_of};
 
-impl One<'_> {
+impl RuleBackfill<'_> {
     /// Requests the documents of a tree, level by level. Returns false if the rule no longer needs a backfill.
     pub(super) async fn levels(&self, tree: Tree, time: ClusterTime, pace: &mut Pace<'_>) -> Result<bool> {
         let mut level = match tree.parent {
