@@ -86,6 +86,8 @@ pub struct Board {
 struct State {
     /// The running pipelines, by the place of their partition.
     attached: BTreeMap<u32, Arc<Context>>,
+    /// Number of pipelines that were attached so far.
+    pipelines: u64,
     /// The last snapshots of the pipelines that have ended, until another instance leads their partition.
     left: BTreeMap<u32, Snapshot>,
     /// Number of partitions.
@@ -217,6 +219,7 @@ impl Board {
         metrics.build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
         let state = State {
             attached: BTreeMap::new(),
+            pipelines: 0,
             left: BTreeMap::new(),
             partitions: 1,
             began: Instant::now(),
@@ -293,6 +296,7 @@ impl Board {
         state.told = Leadership::Leader { term: context.server.term() };
         state.currency = Currency::default();
         state.attached.insert(place, context);
+        state.pipelines += 1;
         // With several partitions, the first one sends the canary, which arrives when all partitions have applied it.
         if state.attached.len() == 1 || state.canary.is_none() {
             state.oplog_read = Instant::now();

@@ -37,9 +37,8 @@ pub enum RuleState {
     Paused {
         /// Time at which the pause ends by itself.
         until: Option<DateTime>,
-        /// The source collection was dropped, renamed or replaced during the pause, or before it: the end of the pause blocks the
-        /// rule ([`BlockReason::SourceGone`]), because a backfill would take the absent source for an empty one.
-        source_gone: bool,
+        /// The reason for which the end of the pause blocks the rule, instead of a backfill.
+        blocked: Option<BlockReason>,
     },
     /// The cluster lacks a privilege or an index that the rule needs. The leader sets it, and ends it with a backfill
     /// once the privilege is granted or the index exists.
@@ -94,14 +93,34 @@ impl RuleState {
     pub const BACKFILL: Self = Self::Backfilling { after: None, in_sources: false, agreed: false };
 
     /// A pause without an end.
-    pub const PAUSED: Self = Self::Paused { until: None, source_gone: false };
+    pub const PAUSED: Self = Self::Paused { until: None, blocked: None };
 
-    /// The state of a rule in this state once its source is gone: a paused rule stays paused.
+    /// The state once the rule is blocked for this reason: a paused rule stays paused.
     #[must_use]
-    pub fn without_source(&self) -> Self {
+    pub fn blocked(&self, reason: BlockReason) -> Self {
         match self {
-            Self::Paused { until, .. } => Self::Paused { until: *until, source_gone: true },
-            _ => Self::Blocked(BlockReason::SourceGone),
+            Self::Paused { until, .. } => Self::Paused { until: *until, blocked: Some(reason) },
+            _ => Self::Blocked(reason),
+        }
+    }
+
+    /// The state after the pause; None if the rule is not paused.
+    #[must_use]
+    pub fn resumed(&self) -> Option<Self> {
+        match self {
+            Self::Paused { blocked: Some(reason), .. } => Some(Self::Blocked(reason.clone())),
+            Self::Paused { blocked: None, .. } => Some(Self::BACKFILL),
+            _ => None,
+        }
+    }
+
+    /// The reason for which the rule is blocked, or will be at the end of its pause.
+    #[must_use]
+    pub fn block(&self) -> Option<&BlockReason> {
+        match self {
+            Self::Blocked(reason) => Some(reason),
+            Self::Paused { blocked, .. } => blocked.as_ref(),
+            _ => None,
         }
     }
 
@@ -146,15 +165,24 @@ impl RuleState {
         matches!(self, Self::Blocked(_) | Self::Paused { .. } | Self::Unavailable { .. })
     }
 
+    /// True if it is stopped, and may run again without an operator.
+    #[must_use]
+    pub fn resumes_by_itself(&self) -> bool {
+        match self {
+            Self::Paused { until, .. } => until.is_some(),
+            Self::Blocked(reason) => *reason == BlockReason::SourceGone,
+            Self::Unavailable { .. } => true,
+            Self::Backfilling { .. } | Self::AwaitingBackfill | Self::Live | Self::Removed => false,
+        }
+    }
+
     /// The reason why it is stopped, in words.
     #[must_use]
     pub fn reason(&self) -> Option<String> {
         match self {
             Self::Blocked(reason) => Some(reason.to_string()),
-            Self::Paused { source_gone: false, .. } => Some("paused by an operator".to_owned()),
-            Self::Paused { source_gone: true, .. } => {
-                Some(format!("paused by an operator; {}", BlockReason::SourceGone))
-            }
+            Self::Paused { blocked: None, .. } => Some("paused by an operator".to_owned()),
+            Self::Paused { blocked: Some(reason), .. } => Some(format!("paused by an operator; {reason}")),
             Self::Unavailable { reason } => Some(reason.clone()),
             Self::Backfilling { .. } | Self::AwaitingBackfill | Self::Live | Self::Removed => None,
         }
@@ -167,10 +195,11 @@ impl RuleState {
     }
 
     fn rank(&self) -> (Option<usize>, u8) {
-        let of_reason = match self {
-            Self::Blocked(BlockReason::Adoption(_)) => 2,
-            Self::Blocked(BlockReason::SourceGone) | Self::Paused { source_gone: true, .. } => 1,
-            _ => 0,
+        let of_reason = match self.block() {
+            Some(BlockReason::Adoption(_)) => 3,
+            Some(BlockReason::SourceGone) => 2,
+            Some(BlockReason::RemovalLimit) => 1,
+            None => 0,
         };
         (rank(self.name()), of_reason)
     }
@@ -244,7 +273,8 @@ mod tests {
             RuleState::Removed,
             RuleState::BACKFILL,
             RuleState::PAUSED,
-            RuleState::PAUSED.without_source(),
+            RuleState::PAUSED.blocked(BlockReason::RemovalLimit),
+            RuleState::PAUSED.blocked(BlockReason::SourceGone),
             RuleState::Unavailable { reason: String::new() },
             RuleState::Blocked(BlockReason::RemovalLimit),
             RuleState::Blocked(BlockReason::SourceGone),

@@ -147,7 +147,7 @@ async fn late_marks_and_prunes_leave_a_newer_state_alone() {
     let old = state().await;
     assert!(store.source_seen(server, "r", old.generation, &Bson::Int32(1)).await.unwrap());
     assert!(state().await.source_seen);
-    store.block(server, rule, BlockReason::SourceGone).await.unwrap();
+    store.reset_rule(server, rule, &RuleState::Blocked(BlockReason::SourceGone), Agreement::Ended).await.unwrap();
     assert!(!store.ask(server, "r").await.unwrap(), "blocked after the user has looked");
     assert!(
         !store.unblock(server, "r", &BlockReason::RemovalLimit, &rule.definition).await.unwrap(),

@@ -219,7 +219,7 @@ async fn an_agreement_to_removals_lasts_until_the_backfill_is_done() {
     assert_eq!(state, RuleState::BACKFILL);
     // A block ends it, and `denormd unblock` gives it once more.
     reset(&RuleState::BACKFILL, Agreement::Given).await;
-    store.block(server, rule, BlockReason::RemovalLimit).await.unwrap();
+    store.reset_rule(server, rule, &RuleState::Blocked(BlockReason::RemovalLimit), Agreement::Ended).await.unwrap();
     store.pause(server, "r", None).await.unwrap();
     assert_eq!(stored().await.state, RuleState::Blocked(BlockReason::RemovalLimit));
     assert!(store.unblock(server, "r", &BlockReason::RemovalLimit, &rule.definition).await.unwrap());

@@ -164,7 +164,7 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
         );
         generation
     };
-    let change = (&RuleState::BACKFILL, Agreement::Ended);
+    let change = |_: Option<&RuleRecord>| (RuleState::BACKFILL, Agreement::Ended);
     store.register_rule(server, rule(plan, "pending"), change, Some(&keeping())).await.unwrap();
     store.undoing(server, "pending", &keeping(), &[undone()]).await.unwrap();
     let generation = reset("begun", RuleState::BACKFILL).await;
@@ -179,7 +179,7 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     reset("braked", RuleState::Blocked(BlockReason::RemovalLimit)).await;
     for name in ["adopting", "adopted"] {
         let new = Rule { name: name.to_owned(), ..rule(plan, "pending").clone() };
-        store.block(server, &new, adoption()).await.unwrap();
+        store.reset_rule(server, &new, &RuleState::Blocked(adoption()), Agreement::Ended).await.unwrap();
     }
     let definition = &rule(plan, "pending").definition;
     assert!(store.unblock(server, "adopted", &adoption(), definition).await.unwrap());
@@ -187,6 +187,9 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
         done(name).await;
         store.pause(server, name, time).await.unwrap();
     }
+    let gone = Rule { name: "paused-without-source".to_owned(), ..rule(plan, "pending").clone() };
+    store.reset_rule(server, &gone, &RuleState::Blocked(BlockReason::SourceGone), Agreement::Ended).await.unwrap();
+    store.pause(server, "paused-without-source", None).await.unwrap();
     reset("suspended", unavailable()).await;
     reset("released", RuleState::Blocked(BlockReason::SourceGone)).await;
     assert!(store.unblock(server, "released", &BlockReason::SourceGone, definition).await.unwrap());
@@ -514,7 +517,7 @@ async fn rule_states(version: &str) {
         of("paused", RuleState::PAUSED),
         of(
             "paused-for-a-while",
-            RuleState::Paused { until: Some(DateTime::from_millis(1_790_000_000_000)), source_gone: false },
+            RuleState::Paused { until: Some(DateTime::from_millis(1_790_000_000_000)), blocked: None },
         ),
         of("pending", RuleState::BACKFILL),
         of("released", RuleState::Backfilling { after: None, in_sources: false, agreed: version != "1" }),
@@ -528,7 +531,10 @@ async fn rule_states(version: &str) {
             1,
             expected("adopted", definition.clone(), RuleState::Backfilling { after: None, in_sources: false, agreed }),
         );
-        states.insert(2, expected("adopting", definition, RuleState::Blocked(adoption())));
+        states.insert(2, expected("adopting", definition.clone(), RuleState::Blocked(adoption())));
+        let place = states.iter().position(|(name, _)| name == "pending").unwrap();
+        let paused = RuleState::PAUSED.blocked(BlockReason::SourceGone);
+        states.insert(place, expected("paused-without-source", definition, paused));
     }
     for (name, state) in &mut states {
         match name.as_str() {
@@ -543,6 +549,7 @@ async fn rule_states(version: &str) {
                 state.generation += i64::from(version != "1");
             }
             "adopting" => state.source_seen = false,
+            "paused-without-source" => (state.source_seen, state.generation) = (false, 2),
             "pending" => {
                 state.source_seen = false;
                 if version != "1" {

@@ -4,7 +4,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 
 use bson::{Document, doc};
 use denormd_engine::{
-    checkpoint::store::Store,
+    checkpoint::{rule_record::Agreement, store::Store},
     dead_letter::{Chosen, DeadLetters, Offending},
     request::Task,
     snapshot::{Snapshot, StreamFacts},
@@ -341,6 +341,28 @@ async fn a_source_dropped_while_the_daemon_is_down_detaches_its_rules() {
     daemon.stop().await;
 }
 
+/// The rule reads another collection from now on. It was compared with the UUID of the former one, and blocked because its source
+/// was said to be replaced.
+#[tokio::test]
+async fn a_rule_may_get_another_source() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    db.collection("machines").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
+    let daemon = Daemon::start(&test, HOST).await;
+    daemon.settled().await;
+    let rules = test.beside("state").collection::<Document>("rules");
+    let seen = async || rules.find_one(doc! {"source_seen": true}).await.unwrap()?.get("source_uuid").cloned();
+    let hosts = until("the source is recorded", seen).await;
+    daemon.stop().await;
+    let daemon = Daemon::start(&test, &HOST.replace("source: hosts", "source: machines")).await;
+    daemon.settled().await;
+    until("the other source is recorded", async || seen().await.filter(|machines| *machines != hosts)).await;
+    let record = rules.find_one(doc! {}).await.unwrap().unwrap();
+    // It is registered, backfilled, and that is all.
+    assert_eq!((record.get_str("backfill").unwrap(), record.get_i64("generation").unwrap()), ("done", 2));
+    daemon.stop().await;
+}
+
 /// After a crash before the position had passed the drop, and an `unblock`, the next start read the drop again and once
 /// blocked the rule a second time.
 #[tokio::test]
@@ -546,7 +568,7 @@ async fn a_source_that_returns_with_few_documents_costs_no_value() {
     let test = denormd_fixture::database().await;
     let db = thirty(&test).await;
     let running = Running::start(&test, HOST, "").await;
-    running.until("it is copied", |status| status.rules[0].state == "live").await;
+    running.until_state("live").await;
     assert_eq!(with_values(&db).await, 30);
     let hosts = db.collection("hosts");
     hosts.drop().await.unwrap();
@@ -567,7 +589,7 @@ async fn a_source_that_returns_with_few_documents_costs_no_value() {
     })
     .await;
     hosts.drop().await.unwrap();
-    running.until("it is blocked", |status| status.rules[0].state == "blocked").await;
+    running.until_state("blocked").await;
     let (code, told, error) = running.command(&["unblock", "address"]);
     assert_eq!(code, Some(0), "{error}");
     assert!(told.contains("  - 28 of 28 targets would lose their value\n"), "{told}");
@@ -617,7 +639,8 @@ async fn a_block_that_is_recorded_late_is_noticed() {
     daemon.settled().await;
     let server = Server::new(test.client.clone());
     let store = Store::open(&server, &format!("{}_state", test.name), "default").await.unwrap();
-    store.block(&server, &daemon.context().plan.rules[0], BlockReason::RemovalLimit).await.unwrap();
+    let blocked = RuleState::Blocked(BlockReason::RemovalLimit);
+    store.reset_rule(&server, &daemon.context().plan.rules[0], &blocked, Agreement::Ended).await.unwrap();
     held(&daemon, true).await;
     daemon.ask("address").await;
     held(&daemon, false).await;

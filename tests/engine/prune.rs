@@ -1,9 +1,14 @@
 //! `denormd prune` leaves the application's values alone, and no leader carries out a request whose command has ended.
 
+use std::time::Duration;
+
 use bson::{Document, doc};
-use denormd_engine::checkpoint::{
-    requests::{Answer, RequestedWork},
-    store::Store,
+use denormd_engine::{
+    checkpoint::{
+        requests::{Answer, RequestedWork},
+        store::Store,
+    },
+    deployment::repartitioning::divide,
 };
 use denormd_fixture::TestDb;
 use denormd_mongo::Server;
@@ -129,4 +134,73 @@ async fn a_request_is_refused_when_its_command_is_gone() {
     let an_hour_ago = vec![doc! {"$set": {"asked": {"$subtract": ["$$NOW", 3_600_000]}}}];
     collection.update_one(doc! {"together": earlier}, an_hour_ago).await.unwrap();
     assert_eq!(store.requests(&server).await.unwrap(), []);
+}
+
+/// Work on a request that takes long once went on after its command had been interrupted.
+#[tokio::test]
+async fn a_request_is_awaited_until_its_command_ends() {
+    let test = denormd_fixture::database().await;
+    let (server, state) = (Server::new(test.client.clone()), test.beside("state"));
+    let store = Store::open(&server, state.name(), "default").await.unwrap();
+    let asked = store.request(&server, "label", &RequestedWork::Undo).await.unwrap();
+    let id = store.requests(&server).await.unwrap()[0].id;
+    assert!(store.is_awaited(&server, id).await.unwrap());
+    let two_minutes_ago = vec![doc! {"$set": {"heard": {"$subtract": ["$$NOW", 120_000]}}}];
+    state.collection::<Document>("requests").update_one(doc! {"_id": id}, two_minutes_ago).await.unwrap();
+    assert!(!store.is_awaited(&server, id).await.unwrap());
+    store.withdraw(&server, asked).await.unwrap();
+    assert!(!store.is_awaited(&server, id).await.unwrap());
+}
+
+/// Each partition deleted the refusal of the other one. Without any document, the request counted as done.
+#[tokio::test]
+async fn a_request_that_two_partitions_refuse_is_refused() {
+    let test = denormd_fixture::database().await;
+    let (server, state) = (Server::new(test.client.clone()), test.beside("state"));
+    assert!(divide(&server, state.name(), "default", 2, Duration::from_secs(3)).await.unwrap());
+    let store = Store::open(&server, state.name(), "default").await.unwrap();
+    let asked = store.request(&server, "label", &RequestedWork::Undo).await.unwrap();
+    let requests = store.requests(&server).await.unwrap();
+    let collection = state.collection::<Document>("requests");
+    // Both have marked their own document before either deletes the others.
+    let refused = doc! {"$set": {"refused": "no"}};
+    collection.update_one(doc! {"_id": requests[0].id}, refused).await.unwrap();
+    store.refuse_request(&server, requests[1].id, "neither").await.unwrap();
+    let answer = store.answer(&server, asked).await.unwrap();
+    assert!(matches!(answer, Answer::Refused(_)), "{answer:?}");
+}
+
+/// The rule left the config while no daemon was running. Its record stayed, and a later `prune --all` removed what the
+/// application had written by then.
+#[tokio::test]
+async fn a_pruned_rule_is_forgotten() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, &format!("{OTHER}\n{LABEL}")).await;
+    let program = Program::new(&config(&test, OTHER));
+    program.run(&["prune", "label"]).await.exits(0);
+    assert_eq!(labels(&test).await, [None, None, None]);
+    let set = doc! {"$set": {"label": "the application's"}};
+    test.database().collection::<Document>("logs").update_many(doc! {}, set).await.unwrap();
+    let told = program.run(&["prune", "--all"]).await.exits(0).out;
+    assert_eq!(told, "no rule has retired fields: nothing to prune\n");
+    assert_eq!(labels(&test).await[0].as_deref(), Some("the application's"));
+}
+
+/// A new rule that was blocked before its first write, and was taken out of the config again, kept every command without a daemon
+/// from leading.
+#[tokio::test]
+async fn a_new_rule_that_was_blocked_may_leave_the_config() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, OTHER).await;
+    let set = doc! {"$set": {"label": "the application's"}};
+    test.database().collection::<Document>("logs").update_many(doc! {}, set).await.unwrap();
+    let program = Program::new(&config(&test, &format!("{OTHER}\n{LABEL}")));
+    let daemon = program.daemon();
+    daemon.says("this rule is blocked").await;
+    daemon.stop().await;
+    let program = Program::new(&config(&test, OTHER));
+    program.run(&["backfill", "--rule", "other"]).await.exits(0);
+    assert_eq!(labels(&test).await[0].as_deref(), Some("the application's"));
 }

@@ -392,3 +392,38 @@ async fn values_computed_from_the_target_come_back() {
     assert_eq!(one(&orders, 1).await, before);
     daemon.stop().await;
 }
+
+/// The rule is corrected after `undo`, and writes another field. The record of what was put back was lost then: `prune` removed the
+/// application's values for good.
+#[tokio::test(flavor = "multi_thread")]
+async fn values_that_were_put_back_outlast_a_change_of_the_rule() {
+    let test = denormd_fixture::database().await;
+    let logs = logs(&test).await;
+    let program = Program::new(&config(&test, LABEL));
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    ended(&test).await;
+    // It would overwrite the values again by itself.
+    program.run(&["pause", "host-label", "--for", "1h"]).await.exits(0);
+    let told = program.run(&["undo", "host-label"]).await.exits(4).err;
+    assert!(told.contains("`host-label` is paused and may run again by itself"), "{told}");
+    program.run(&["pause", "host-label"]).await.exits(0);
+    program.run(&["undo", "host-label"]).await.exits(0);
+    daemon.stop().await;
+
+    program.write(&config(&test, &LABEL.replace("{ label:", "{ hostLabel:")));
+    let daemon = program.daemon();
+    program.run(&["resume", "host-label"]).await.exits(0);
+    program.backfilled(&test, 1).await;
+    assert_eq!(one(&logs, 7).await.get_str("hostLabel").unwrap(), "host 7");
+    let told = program.run(&["prune", "--all"]).await.exits(0).out;
+    assert_eq!(told, "no rule has retired fields: nothing to prune\n");
+    daemon.stop().await;
+
+    // With its former field, it would overwrite values that are not its own any more.
+    program.write(&config(&test, &LABEL.replace("adopt: true, ", "").replace("name }", "name, hostLabel: $name }")));
+    let daemon = program.daemon();
+    daemon.says("its first backfill would change existing data").await;
+    assert_eq!(one(&logs, 7).await.get_str("label").unwrap(), "old 7");
+    daemon.stop().await;
+}

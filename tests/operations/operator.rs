@@ -207,7 +207,7 @@ async fn a_dead_letter_that_cannot_be_read_is_listed_until_it_is_dropped() {
     let test = denormd_fixture::database().await;
     test.database().collection("logs").insert_one(doc! {"_id": 7, "host": 1}).await.unwrap();
     let running = Running::start(&test, SHARE, "").await;
-    running.until("it is live", |status| status.rules[0].state == "live").await;
+    running.until_state("live").await;
     let id = doc! {"deployment": "default", "rule": "share", "task": "Later", "key": [1], "target": []};
     let record =
         doc! {"_id": id, "deployment": "default", "rule": "share", "attempts": 1, "reason": "of a later version"};
@@ -551,6 +551,33 @@ async fn a_rule_whose_source_goes_during_a_pause_stays_paused() {
     let told = program.run(&["resume", "--all"]).await.exits(0);
     assert!(told.err.contains("host is not paused any more, but blocked"), "{}", told.err);
     log_has(&db, doc! {"ip": "new"}).await;
+    daemon.stop().await;
+}
+
+/// A paused rule is changed, and its first backfill would overwrite the application's values. The pause was lost: whoever agreed
+/// to the values started the rule.
+#[tokio::test]
+async fn a_pause_outlasts_a_change_that_is_blocked() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    hosts_and_rooms(&db).await;
+    let program = Program::new(&config(&test, HOST));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    program.run(&["pause", "host"]).await.exits(0);
+    daemon.stop().await;
+    set(&db, "logs", doc! {"label": "the application's"}).await;
+    program.write(&config(&test, &HOST.replace("ip: $ip", "ip: $ip, label: $ip")));
+    let daemon = program.daemon();
+    daemon.says("changed rule").await;
+    let told = program.run(&["unblock", "host"]).await.exits(4);
+    assert!(told.err.contains("paused by an operator; its first backfill would change existing data"), "{}", told.err);
+    let told = program.run(&["resume", "host"]).await.exits(4);
+    assert!(told.err.contains("rule `host` is blocked: its first backfill would change"), "{}", told.err);
+    log_has(&db, doc! {"label": "the application's"}).await;
+    program.run(&["unblock", "host"]).await.exits(0);
+    log_has(&db, doc! {"label": "old"}).await;
     daemon.stop().await;
 }
 

@@ -144,6 +144,11 @@ impl Running {
         }
     }
 
+    /// Waits until the first rule is in this state. A status from before the first pipeline has no rules.
+    pub async fn until_state(&self, state: &str) {
+        self.until(state, |status| status.rules.first().is_some_and(|rule| rule.state == state)).await;
+    }
+
     pub async fn until(&self, what: &str, condition: impl Fn(&Status) -> bool) -> Status {
         let limit = Instant::now() + PATIENCE;
         loop {

@@ -113,15 +113,19 @@ pub(super) fn text(done: &[Done]) -> String {
 }
 
 /// Waits until a leader has read the request. From then on, `denormd wait` waits for it too. Returns false without a
-/// leader.
+/// leader. An error for a rule that is stopped by now. A rule that the leader has registered meanwhile with `backfill: manual` is
+/// requested again.
 pub(super) async fn noticed(store: &Store, server: &Server, rule: &str) -> Result<bool> {
     loop {
         if !lease::is_held(server, store.database(), store.ids()).await? {
             return Ok(false);
         }
         let now = state(store, server, rule).await?;
-        if now.noticed == now.generation || !now.state.is_backfilling() {
-            return Ok(true);
+        match now.state {
+            state if state.is_stopped() => return Err(stopped(rule, &state)),
+            RuleState::AwaitingBackfill => drop(store.ask(server, rule).await?),
+            RuleState::Backfilling { .. } if now.noticed != now.generation => {}
+            _ => return Ok(true),
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }

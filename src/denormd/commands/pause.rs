@@ -57,20 +57,17 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
             break gone.into_iter().map(|(name, _)| name).collect();
         }
         let mut recorded = Vec::new();
-        for (name, record) in there {
-            // A rule that is blocked in one partition may run in the others.
+        for (name, _) in there {
             store.pause(&context.server, &name, time).await?;
-            match record.state {
-                // It would run again by itself once the source is there.
-                RuleState::Blocked(BlockReason::SourceGone) => recorded.push(name),
-                state @ RuleState::Blocked(_) if rule.is_some() => return Err(stopped(&name, &state).into()),
-                RuleState::Blocked(_) => outcome.blocked.push(name),
-                _ => recorded.push(name),
-            }
+            recorded.push(name);
         }
         for name in recorded {
-            let is_endless = take_effect(&context, &store, &name, time).await?;
-            if is_endless && time.is_some() { outcome.endless.push(name) } else { outcome.paused.push(name) }
+            match take_effect(&context, &store, &name, time).await? {
+                None => outcome.paused.push(name),
+                Some(state) if !state.is_blocked() => outcome.endless.push(name),
+                Some(state) if rule.is_some() => return Err(stopped(&name, &state).into()),
+                Some(_) => outcome.blocked.push(name),
+            }
         }
     };
     for name in &outcome.blocked {
@@ -146,22 +143,29 @@ async fn known(store: &Store, context: &Context, rule: Option<&str>) -> Result<V
 }
 
 /// Returns when the leader of every partition reports the pause. Until then a leader may overwrite the state, and then the
-/// pause is recorded again. A leader that registers the rule later looks at the other partitions itself. Returns true if the
-/// pause has no end in one of the partitions.
-async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<Duration>) -> Result<bool, Error> {
+/// pause is recorded again. A leader that registers the rule later looks at the other partitions itself. Returns the
+/// state of a partition in which the rule is not paused as asked: it is blocked, or its pause has no end.
+async fn take_effect(
+    context: &Context,
+    store: &Store,
+    rule: &str,
+    time: Option<Duration>,
+) -> Result<Option<RuleState>, Error> {
     let server = &context.server;
     loop {
         let led = lease::held(server, store.database(), store.ids()).await?;
         let records = store.of_each_partition(server, rule).await?;
-        let (mut runs, mut waits, mut is_endless) = (false, false, false);
+        let (mut runs, mut waits) = (false, false);
+        let mut other = None;
         for (id, record) in records {
-            match record.state {
+            match &record.state {
                 RuleState::Paused { until, .. } => {
                     waits |= record.noticed != record.generation && led.contains(&id);
-                    is_endless |= until.is_none();
+                    if until.is_none() && time.is_some() {
+                        other.get_or_insert(record.state);
+                    }
                 }
-                RuleState::Blocked(BlockReason::SourceGone) => runs = true,
-                state @ RuleState::Blocked(_) => return Err(stopped(rule, &state)),
+                RuleState::Blocked(reason) if *reason != BlockReason::SourceGone => other = Some(record.state),
                 RuleState::Removed => {}
                 _ => runs = true,
             }
@@ -169,22 +173,23 @@ async fn take_effect(context: &Context, store: &Store, rule: &str, time: Option<
         if runs {
             store.pause(server, rule, time).await?;
         } else if !waits {
-            return Ok(is_endless);
+            return Ok(other);
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// Resumes a paused rule, or all paused rules, with a backfill. A rule whose source is gone is blocked instead.
+/// Resumes a paused rule, or all paused rules, with a backfill. A rule whose pause hides a
+/// block is blocked instead.
 pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Result<(), Failure> {
     let (context, store) = connected(loaded).await?;
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
     let (resumed, blocked) = end_pauses(&store, &context, rule).await?;
-    for name in &blocked {
+    for (name, reason) in &blocked {
         if rule.is_some() {
-            return Err(stopped(name, &RuleState::Blocked(BlockReason::SourceGone)).into());
+            return Err(stopped(name, &RuleState::Blocked(reason.clone())).into());
         }
-        notice(&format!("{name} is not paused any more, but blocked: {}", BlockReason::SourceGone));
+        notice(&format!("{name} is not paused any more, but blocked: {reason}"));
     }
     let mut unled = Vec::new();
     for name in &resumed {
@@ -210,6 +215,7 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
             print_json(&serde_json::json!({"rule": rule, "resumed": !resumed.is_empty()}));
         }
         (Output::Json, None) => {
+            let blocked: Vec<&String> = blocked.iter().map(|(name, _)| name).collect();
             print_json(&serde_json::json!({"rules": resumed, "resumed": true, "blocked": blocked}));
         }
     }
@@ -222,14 +228,23 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
     Ok(())
 }
 
-/// Ends the pauses of the rules. Returns those that run again, and those that are blocked because their source is gone.
-async fn end_pauses(store: &Store, context: &Context, rule: Option<&str>) -> Result<(Vec<String>, Vec<String>), Error> {
+/// Ends the pauses of the rules. Returns those that run again, and those that are blocked now, with the reason.
+async fn end_pauses(
+    store: &Store,
+    context: &Context,
+    rule: Option<&str>,
+) -> Result<(Vec<String>, Vec<(String, BlockReason)>), Error> {
     let (mut resumed, mut blocked) = (Vec::new(), Vec::new());
     for (name, record) in known(store, context, rule).await? {
         match record.state {
-            RuleState::Paused { source_gone, .. } => {
-                let ended = if source_gone { &mut blocked } else { &mut resumed };
-                ended.extend((store.resume(&context.server, &name).await? > 0).then_some(name));
+            RuleState::Paused { blocked: reason, .. } => {
+                if store.resume(&context.server, &name).await? == 0 {
+                    continue;
+                }
+                match reason {
+                    Some(reason) => blocked.push((name, reason)),
+                    None => resumed.push(name),
+                }
             }
             state if state.is_stopped() && rule.is_some() => return Err(stopped(&name, &state)),
             _ => {}

@@ -5,10 +5,13 @@ use crate::{
     commands::{Failure, connected, leader, print, print_json, without_record},
 };
 use denormd_engine::{
-    checkpoint::requests::{RequestedWork, Retired},
+    checkpoint::{
+        requests::{RequestedWork, Retired},
+        rule_record::RuleRecord,
+    },
     jobs::prune::{count, retired},
 };
-use denormd_model::text::counted;
+use denormd_model::{rule_state::RuleState, text::counted};
 use denormd_rules::config::Loaded;
 
 /// Has the leader remove the retired fields of a rule, or of all rules that the state knows; takes the lease where nobody
@@ -31,7 +34,13 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
             // The rule that is named may have left the config while no daemon was running.
             let gone = rule.into_iter().collect::<Vec<_>>();
             leader::request(loaded, &context, &store, (name, RequestedWork::Prune(retired)), &gone).await?;
-            store.forget(&context.server, name, state, !is_active(name)).await?;
+            // A leader may have recorded meanwhile that the rule is not in its config.
+            let now = store.rules(&context.server).await?.into_iter().find(|(other, _)| other == name);
+            let is_same = |now: &RuleRecord| now.definition == state.definition && now.retired == state.retired;
+            if let Some((_, now)) = now.filter(|(_, now)| is_same(now)) {
+                let is_removed = !is_active(name) && now.state == RuleState::Removed;
+                store.forget(&context.server, name, &now, is_removed).await?;
+            }
         }
         let done = Pruned { rule: name, paths };
         if output == Output::Text {

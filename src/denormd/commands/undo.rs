@@ -31,6 +31,12 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
         let hint = format!("`denormd pause {rule}` first, or take the rule out of the config");
         return Err(error.hint(hint).into());
     }
+    if !dry_run && is_planned && record.state.resumes_by_itself() {
+        let message =
+            format!("`{rule}` is {} and may run again by itself, and replace the old values", record.state.name());
+        let hint = format!("`denormd pause {rule}`, without `--for`, keeps it from that");
+        return Err(Error::new(Kind::State, message).hint(hint).into());
+    }
     if !dry_run && is_planned && !led && record.state == RuleState::Removed {
         let message =
             format!("`{rule}` is in this config, but not in that of the last leader: it would run again here");

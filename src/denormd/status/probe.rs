@@ -141,9 +141,9 @@ impl Board {
     /// Counts the dead letters, and determines the time up to which the copies are current: dead letters are recorded
     /// before anything counts as applied.
     async fn look(&self, context: &Context) {
-        let (seen, written) = {
+        let (seen, written, pipelines) = {
             let state = self.state();
-            (state.snapshot(), state.written())
+            (state.snapshot(), state.written(), state.pipelines)
         };
         let counted = tokio::time::timeout(TIMEOUT, dead_letters(context)).await;
         let dead_letters = match counted.unwrap_or_else(|_| Err(silent())) {
@@ -165,8 +165,10 @@ impl Board {
             *state.dead_letters.entry(rule).or_default().entry(reason).or_default() += count;
         }
         let (Some(seen), Ok(Ok(operation))) = (seen, operation) else { return };
-        // A large fan-out is recorded as a job, and the position passes it before its last target is written.
-        if state.is_whole() && !seen.streams.is_empty() && seen.fan_outs.is_empty() {
+        // What was read of one pipeline does not say what the next one excepts. A large fan-out is recorded as a job, and the
+        // position passes it before its last target is written.
+        let is_current = state.pipelines == pipelines && state.is_whole();
+        if is_current && !seen.streams.is_empty() && seen.fan_outs.is_empty() {
             let claim = Claim { time: seen.applied(), except: except(context, &seen, &state.dead_letters) };
             state.currency.applied(claim, operation, context.plan.longest_chain(), written);
         }

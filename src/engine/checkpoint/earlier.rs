@@ -6,10 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use bson::{Document, doc};
 use futures_util::TryStreamExt;
 
-use denormd_model::{
-    partition::of_deployment,
-    rule_state::{BlockReason, RuleState},
-};
+use denormd_model::{partition::of_deployment, rule_state::BlockReason};
 use denormd_mongo::{Server, bounded, error::Result};
 use denormd_rules::plan::{Plan, RuleId};
 
@@ -22,8 +19,7 @@ pub async fn definitions(server: &Server, database: &str, deployment: &str) -> R
         records => records?,
     };
     // A definition that is blocked for its effect on existing data has written nothing.
-    let ran =
-        records.into_iter().filter(|(_, record)| !matches!(record.state, RuleState::Blocked(BlockReason::Adoption(_))));
+    let ran = records.into_iter().filter(|(_, record)| !matches!(record.state.block(), Some(BlockReason::Adoption(_))));
     Ok(ran.map(|(rule, record)| (rule, record.definition)).collect())
 }
 

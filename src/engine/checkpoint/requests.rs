@@ -181,6 +181,12 @@ pub enum Answer {
     Refused(String),
 }
 
+/// An expression: true for a request whose command has given no sign of life for too long.
+fn is_abandoned() -> Document {
+    let heard = doc! {"$ifNull": ["$heard", {"$add": ["$asked", WITHOUT_HEARTBEAT]}]};
+    doc! {"$lt": [heard, {"$subtract": ["$$NOW", ABANDONED]}]}
+}
+
 impl Store {
     /// Records a request for the current or next leader of every partition.
     pub async fn request(&self, server: &Server, rule: &str, work: &RequestedWork) -> Result<ObjectId> {
@@ -209,10 +215,16 @@ impl Store {
         Ok(())
     }
 
+    /// True if the command that made a request still waits for it. Work on it that takes long ends otherwise: the command may have
+    /// been interrupted because the request was a mistake.
+    pub async fn is_awaited(&self, server: &Server, id: ObjectId) -> Result<bool> {
+        let awaited = doc! {"_id": id, "refused": {"$exists": false}, "$expr": {"$not": [is_abandoned()]}};
+        Ok(bounded(server.collection(self.database(), REQUESTS).find_one(awaited)).await?.is_some())
+    }
+
     /// Refuses requests whose commands do not wait for them any more.
     async fn refuse_abandoned(&self, server: &Server, mut open: Document) -> Result<bool> {
-        let heard = doc! {"$ifNull": ["$heard", {"$add": ["$asked", WITHOUT_HEARTBEAT]}]};
-        open.insert("$expr", doc! {"$lt": [heard, {"$subtract": ["$$NOW", ABANDONED]}]});
+        open.insert("$expr", is_abandoned());
         let refused = doc! {"$set": {"refused": "the command that requested it has ended, or was interrupted"}};
         let abandoned = bounded(server.collection(self.database(), REQUESTS).update_many(open, refused)).await?;
         Ok(abandoned.modified_count > 0)
@@ -265,7 +277,10 @@ impl Store {
         let requests = server.collection(self.database(), REQUESTS);
         let refused = bounded(requests.find_one_and_update(doc! {"_id": id}, doc! {"$set": {"refused": why}})).await?;
         if let Some(refused) = refused {
-            let others = doc! {"together": refused.get("together").cloned(), "_id": {"$ne": id}};
+            // Another partition may have refused it as well: without any document it would count as done.
+            let others = doc! {
+                "together": refused.get("together").cloned(), "_id": {"$ne": id}, "refused": {"$exists": false},
+            };
             bounded(requests.delete_many(others)).await?;
         }
         Ok(())

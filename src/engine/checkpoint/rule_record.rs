@@ -16,8 +16,8 @@ use super::{kept::Keeping, requests::Retired};
 pub use stored::RULES;
 pub(crate) use stored::{Id, document, read};
 pub(super) use stored::{
-    backfill_from_the_start, changed, has_ended, is_in_config, is_paused, is_unavailable, may_be_paused, paused_for,
-    progress_field, same_generation, state_fields,
+    changed, end_of_pause, has_ended, is_in_config, is_paused, is_unavailable, progress_field, same_generation,
+    state_fields,
 };
 
 /// The record of a rule from earlier runs.
@@ -110,7 +110,7 @@ impl RuleRecord {
             mem::swap(&mut self.state, &mut left_state);
         }
         // The other partition may have written by a definition of its own, unless that was blocked before its first write.
-        let has_written = !matches!(left_state, RuleState::Blocked(BlockReason::Adoption(_)));
+        let has_written = !matches!(left_state.block(), Some(BlockReason::Adoption(_)));
         if has_written && left != self.definition && !self.retired.contains(&left) {
             self.retired.push(left);
         }

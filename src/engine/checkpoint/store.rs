@@ -33,7 +33,7 @@ use super::{
     kept::Keeping,
     requests::Retired,
     rule_record::{
-        self, Agreement, RULES, RuleRecord, backfill_from_the_start, changed, is_paused, is_unavailable, may_be_paused,
+        self, Agreement, RULES, RuleRecord, changed, end_of_pause, has_ended, is_paused, is_unavailable,
         progress_field, same_generation, state_fields,
     },
     unreadable,
@@ -277,9 +277,8 @@ impl Store {
         Ok(records)
     }
 
-    /// Records the definition and state of a rule, regardless of the previous state; but a paused rule whose source is gone
-    /// stays paused ([`RuleState::without_source`]). Returns the stored state and the generation of this change, which
-    /// invalidates requests of earlier generations.
+    /// Records the definition and state of a rule, regardless of the previous state. Returns the stored state and the
+    /// generation of this change, which invalidates requests of earlier generations.
     pub async fn reset_rule(
         &self,
         server: &Server,
@@ -287,38 +286,30 @@ impl Store {
         state: &RuleState,
         agreement: Agreement,
     ) -> Result<(RuleState, i64)> {
-        self.reset(server, rule, (state, agreement), Document::new()).await
+        self.change_rule(server, rule, |_| Some((state.clone(), agreement)), Document::new()).await
     }
 
-    /// Records that a rule is backfilled because changes were lost: its record says so until a backfill has ended.
-    pub async fn lose_history(&self, server: &Server, rule: &Rule) -> Result<(RuleState, i64)> {
-        self.reset(server, rule, (&RuleState::BACKFILL, Agreement::Kept), doc! {"degraded": true}).await
-    }
-
-    /// Records that a rule is backfilled from its source, which is there again with this UUID.
-    pub async fn source_back(&self, server: &Server, rule: &Rule, uuid: &Bson) -> Result<(RuleState, i64)> {
-        let source = doc! {"source_seen": true, "source_uuid": uuid.clone()};
-        self.reset(server, rule, (&RuleState::BACKFILL, Agreement::Ended), source).await
-    }
-
-    /// Records the definition and state of a rule that is new, changed, or returns to the config, with the values that its first backfill
-    /// keeps.
+    /// Records the definition of a rule that is new, changed, or returns to the config, its next state, and the values that its
+    /// first backfill keeps.
     pub async fn register_rule(
         &self,
         server: &Server,
         rule: &Rule,
-        (state, agreement): (&RuleState, Agreement),
+        next: impl Fn(Option<&RuleRecord>) -> (RuleState, Agreement),
         keeping: Option<&Keeping>,
     ) -> Result<(RuleState, i64)> {
         let keeping = keeping.map(bson::serialize_to_document).transpose()?;
-        self.reset(server, rule, (state, agreement), doc! {"keeping": keeping, "undone": []}).await
+        self.change_rule(server, rule, |seen| Some(next(seen)), doc! {"keeping": keeping}).await
     }
 
-    async fn reset(
+    /// Records the definition of a rule, and the state that `next` computes from its record: a command may have changed that since
+    /// the caller read it. With None the record stays as it is. `more` has further fields to set. Returns the stored state and its
+    /// generation.
+    pub(crate) async fn change_rule(
         &self,
         server: &Server,
         rule: &Rule,
-        (state, agreement): (&RuleState, Agreement),
+        next: impl Fn(Option<&RuleRecord>) -> Option<(RuleState, Agreement)>,
         more: Document,
     ) -> Result<(RuleState, i64)> {
         let rules = server.collection(&self.database, RULES);
@@ -330,16 +321,17 @@ impl Store {
             if before.as_ref().is_some_and(|before| before.get_i64("term").is_ok_and(|term| term > server.term())) {
                 return Err(superseded(server));
             }
-            let state = match (&seen, state) {
-                (Some(seen), RuleState::Blocked(BlockReason::SourceGone)) => seen.state.without_source(),
-                _ => state.clone(),
+            let Some((state, agreement)) = next(seen.as_ref()) else {
+                return Ok((seen.map_or(RuleState::Removed, |seen| seen.state), generation));
             };
             let mut fields = state_fields(&state)?;
+            if seen.as_ref().is_some_and(|seen| !rule.has_source(&seen.definition)) {
+                fields.extend(doc! {"source_seen": false, "source_uuid": Bson::Null, "released": Bson::Null});
+            }
             fields.extend(more.clone());
-            let changed = doc! {
+            fields.extend(doc! {
                 "definition": rule.definition.clone(), "term": server.term(), "generation": generation + 1,
-            };
-            fields.extend(changed);
+            });
             let kept = || seen.is_some_and(|seen| seen.removals_agreed && seen.definition == rule.definition);
             let agreed = agreement == Agreement::Given || agreement == Agreement::Kept && kept();
             // Without an agreement, an existing number belongs to an earlier generation and has no effect.
@@ -355,14 +347,6 @@ impl Store {
                 return Ok((state.with_removals(agreed), generation + 1));
             }
         }
-    }
-
-    /// Blocks a rule until somebody agrees to the effect of its backfill ([`Store::unblock`]). Once agreed to, the same
-    /// definition of the rule is not blocked again for its effect on existing data ([`RuleRecord::has_agreed`]).
-    /// Returns the generation of the block.
-    pub async fn block(&self, server: &Server, rule: &Rule, reason: BlockReason) -> Result<i64> {
-        let (_, generation) = self.reset_rule(server, rule, &RuleState::Blocked(reason), Agreement::Ended).await?;
-        Ok(generation)
     }
 
     /// Requests a backfill of a rule from the start, from the current or next leader. Returns false for a rule that has
@@ -406,9 +390,6 @@ impl Store {
 
     /// Requests a backfill from each partition whose record `fits`. Returns false if none does. `agreed` has the fields
     /// that record an agreement to its effect.
-    ///
-    /// A request applies only to the generation that it has read, as the caller need not be the leader. A delayed
-    /// write, after the rule was blocked again, would agree to an effect that nobody has seen.
     async fn ask_all(
         &self,
         server: &Server,
@@ -416,39 +397,71 @@ impl Store {
         fits: impl Fn(&RuleRecord) -> bool,
         agreed: Option<Document>,
     ) -> Result<bool> {
+        let update = |seen: &RuleRecord| {
+            if !fits(seen) {
+                return Ok(None);
+            }
+            let mut fields = state_fields(&RuleState::BACKFILL)?;
+            let mut more = Document::new();
+            if let Some(agreed) = &agreed {
+                fields.extend(agreed.clone());
+                more.insert("removals_agreed", seen.generation + 1);
+            }
+            Ok(Some(changed(fields, more)))
+        };
+        Ok(self.update_each(server, rule, Document::new(), update).await? > 0)
+    }
+
+    /// Changes the records of a rule, one per partition, of those that this filter finds. `update` gives the change of a record;
+    /// None leaves it. Returns the number of records that were changed.
+    ///
+    /// A change applies only to the generation that it was computed from, as the caller need not be the leader. A delayed
+    /// write, after the rule was blocked again, would agree to an effect that nobody has seen.
+    async fn update_each(
+        &self,
+        server: &Server,
+        rule: &str,
+        which: Document,
+        update: impl Fn(&RuleRecord) -> Result<Option<Vec<Document>>>,
+    ) -> Result<u64> {
         let rules = server.collection(&self.database, RULES);
-        let mut asked = false;
+        let mut updated = 0;
         for id in self.ids.iter() {
-            let id = doc! {"deployment": id, "rule": rule};
-            while let Some(seen) = bounded(rules.find_one(doc! {"_id": id.clone()})).await? {
+            let mut filter = doc! {"_id": {"deployment": id, "rule": rule}};
+            filter.extend(which.clone());
+            while let Some(seen) = bounded(rules.find_one(filter.clone())).await? {
                 let (_, seen) = rule_record::read(&seen)?;
-                if !fits(&seen) {
-                    break;
-                }
-                let mut state = backfill_from_the_start()?;
-                if seen.removals_agreed || agreed.is_some() {
-                    state.insert("removals_agreed", seen.generation + 1);
-                }
-                state.extend(agreed.clone().unwrap_or_default());
-                let unchanged = doc! {"_id": id.clone(), "generation": same_generation(seen.generation)};
-                let update = doc! {"$set": state, "$inc": {"generation": 1_i64}};
+                let Some(update) = update(&seen)? else { break };
+                let mut unchanged = filter.clone();
+                unchanged.insert("generation", same_generation(seen.generation));
                 if bounded(rules.update_one(unchanged, update)).await?.matched_count > 0 {
-                    asked = true;
+                    updated += 1;
                     break;
                 }
             }
         }
-        Ok(asked)
+        Ok(updated)
     }
 
-    /// Pauses a rule that is in the config, for this time or until it is resumed, unless it is blocked until somebody agrees. A
-    /// rule that is paused without an end stays so. The rule stops once the leader has read this. The state records that a
-    /// backfill must cover all changes missed meanwhile.
+    /// Pauses a rule that is in the config, for this time or until it is resumed. A rule that is blocked until somebody agrees
+    /// stays blocked, and one that is paused without an end stays so. The rule stops once the leader has read this. The state
+    /// records that a backfill must cover all changes missed meanwhile.
     pub async fn pause(&self, server: &Server, rule: &str, time: Option<Duration>) -> Result<()> {
-        let mut free = self.of_rule(rule);
-        free.extend(may_be_paused(time));
-        let rules = server.collection(&self.database, RULES);
-        rules.update_many(free, changed(rule_record::paused_for(time)?)).await?;
+        let update = |seen: &RuleRecord| {
+            let may_pause = match &seen.state {
+                RuleState::Paused { until, .. } => until.is_some() || time.is_none(),
+                // It would run again by itself once its source is there.
+                RuleState::Blocked(reason) => *reason == BlockReason::SourceGone,
+                state => *state != RuleState::Removed,
+            };
+            if !may_pause {
+                return Ok(None);
+            }
+            let blocked = seen.state.block().cloned();
+            let fields = state_fields(&RuleState::Paused { until: None, blocked })?;
+            Ok(Some(changed(fields, time.map(|time| doc! {"until": end_of_pause(time)}).unwrap_or_default())))
+        };
+        self.update_each(server, rule, Document::new(), update).await?;
         Ok(())
     }
 
@@ -460,32 +473,35 @@ impl Store {
         Ok(())
     }
 
-    /// Resumes a paused rule with a full backfill, or blocks it if its source is gone. Returns the number of records that were
+    /// Resumes a paused rule with a full backfill, or blocks it ([`RuleState::resumed`]). Returns the number of records that were
     /// paused.
     pub async fn resume(&self, server: &Server, rule: &str) -> Result<u64> {
-        self.resume_those(server, doc! {"_id.rule": rule}).await
+        self.resume_those(server, rule, Document::new()).await
     }
 
     /// Resumes those rules of the plan whose pause has ended, in the same way.
     pub async fn resume_ended(&self, server: &Server, plan: &Plan) -> Result<()> {
-        let rules: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
-        let ended = doc! {"$and": [{"_id.rule": {"$in": rules}}, rule_record::has_ended()]};
-        self.resume_those(server, ended).await?;
+        let mut ended = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
+        ended.extend(is_paused());
+        ended.extend(has_ended());
+        let rules = server.collection(&self.database, RULES).find(ended).projection(doc! {"_id": 1}).await?;
+        let found: Vec<Document> = rules.try_collect().await?;
+        let is_ended = |rule: &&Arc<Rule>| {
+            let name = |found: &Document| Some(found.get_document("_id").ok()?.get_str("rule").ok()? == rule.name);
+            found.iter().filter_map(name).any(|is_same| is_same)
+        };
+        for rule in plan.rules.iter().filter(is_ended) {
+            self.resume_those(server, &rule.name, has_ended()).await?;
+        }
         Ok(())
     }
 
-    async fn resume_those(&self, server: &Server, which: Document) -> Result<u64> {
-        let mut paused = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
-        paused.extend(is_paused());
-        paused.extend(which);
-        let rules = server.collection(&self.database, RULES);
-        let mut resumed = 0;
-        for (is_gone, state) in [(false, RuleState::BACKFILL), (true, RuleState::Blocked(BlockReason::SourceGone))] {
-            let mut paused = paused.clone();
-            paused.insert("detached", if is_gone { Bson::from(true) } else { doc! {"$ne": true}.into() });
-            resumed += rules.update_many(paused, changed(state_fields(&state)?)).await?.modified_count;
-        }
-        Ok(resumed)
+    async fn resume_those(&self, server: &Server, rule: &str, which: Document) -> Result<u64> {
+        let update = |seen: &RuleRecord| {
+            let Some(state) = seen.state.resumed() else { return Ok(None) };
+            Ok(Some(changed(state_fields(&state)?, Document::new())))
+        };
+        self.update_each(server, rule, which, update).await
     }
 
     /// Resumes an unavailable rule with a full backfill, unless its state has changed since.
@@ -493,7 +509,7 @@ impl Store {
         let mut unavailable = mine(server, self.id("rule", rule));
         unavailable.extend(is_unavailable());
         unavailable.insert("generation", generation);
-        let update = changed(backfill_from_the_start()?);
+        let update = changed(state_fields(&RuleState::BACKFILL)?, Document::new());
         bounded(server.collection(&self.database, RULES).update_one(unavailable, update)).await?;
         Ok(())
     }
@@ -511,10 +527,8 @@ impl Store {
     /// Records that a rule is not in the config, so that it is backfilled if it returns. With a generation of its own: a
     /// former leader's backfill, saved late, does not bring the rule back.
     pub async fn remove(&self, server: &Server, rule: &str) -> Result<()> {
-        let mut removed = state_fields(&RuleState::Removed)?;
         // If it returns, its backfill is an ordinary one.
-        removed.insert("degraded", "$$REMOVE");
-        let removed = changed(removed);
+        let removed = changed(state_fields(&RuleState::Removed)?, doc! {"degraded": "$$REMOVE"});
         let rules = server.collection(&self.database, RULES);
         bounded(rules.update_one(mine(server, self.id("rule", rule)), removed)).await?;
         Ok(())
@@ -553,10 +567,10 @@ impl Store {
     }
 
     /// Records that the first backfill of a rule is over, unless its state has changed since.
-    pub async fn end_keeping(&self, server: &Server, rule: &str, generation: i64) -> Result<bool> {
-        let mut filter = mine(server, self.id("rule", rule));
+    pub async fn end_keeping(&self, server: &Server, rule: &Rule, generation: i64) -> Result<bool> {
+        let mut filter = mine(server, self.id("rule", &rule.name));
         filter.extend(doc! {"generation": same_generation(generation)});
-        let update = doc! {"$unset": {"keeping": "", "undone": ""}};
+        let update = doc! {"$unset": {"keeping": ""}, "$pull": written_again(rule)};
         Ok(bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?.matched_count > 0)
     }
 
@@ -585,27 +599,34 @@ impl Store {
         let mut filter = mine(server, self.id("rule", &rule.name));
         filter.insert("generation", generation);
         let rules = server.collection(&self.database, RULES);
-        let mut ended = doc! {"undone": ""};
-        if *state == RuleState::Live {
-            ended.insert("degraded", "");
-        }
+        let ended = if *state == RuleState::Live {
+            doc! {"degraded": ""}
+        } else {
+            doc! {}
+        };
         let mut state = state_fields(state)?;
         state.insert("progress", progress_field(progress));
         if let Some(passed) = passed {
             let (mut keeps, mut both) = (filter.clone(), state.clone());
             keeps.insert("keeping", doc! {"$type": "object"});
             both.insert("keeping.passed", vec![passed.clone()]);
-            let update = doc! {"$set": both, "$unset": ended.clone()};
+            let update = doc! {"$set": both, "$unset": ended.clone(), "$pull": written_again(rule)};
             if bounded(rules.update_one(keeps, update)).await?.matched_count > 0 {
                 return Ok(true);
             }
             // The record keeps nothing any more: the answer to `end_keeping` was lost.
         }
         // A delayed write moves the progress back.
-        let update = doc! {"$set": state, "$unset": ended};
+        let update = doc! {"$set": state, "$unset": ended, "$pull": written_again(rule)};
         let done = bounded(rules.update_one(filter, update)).await?;
         Ok(done.matched_count > 0)
     }
+}
+
+/// The fields of a record that `denormd undo` has given back to the application, of which the rule's backfill makes denormd's own.
+fn written_again(rule: &Rule) -> Document {
+    let paths: Vec<String> = rule.owned().into_iter().map(ToString::to_string).collect();
+    doc! {"undone": {"collection": rule.target.namespace.to_string(), "path": {"$in": paths}}}
 }
 
 /// A filter for the document with this `_id`, unless a later leader has marked it. An upsert then fails with a

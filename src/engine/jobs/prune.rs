@@ -16,11 +16,7 @@ use crate::{
         statement::{self, Statement},
     },
 };
-use denormd_model::{
-    namespace::Namespace,
-    position::ClusterTime,
-    rule_state::{BlockReason, RuleState},
-};
+use denormd_model::{namespace::Namespace, position::ClusterTime, rule_state::BlockReason};
 use denormd_mongo::error::{Kind, Result};
 use denormd_rules::plan::{Plan, Rule, owned_paths};
 
@@ -32,7 +28,7 @@ const PAGE: usize = 1000;
 #[must_use]
 pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
     // A definition that was blocked before its first write has written nothing: the values belong to the application.
-    let wrote = !matches!(state.state, RuleState::Blocked(BlockReason::Adoption(_)));
+    let wrote = !matches!(state.state.block(), Some(BlockReason::Adoption(_)));
     let current = (!active && wrote).then_some(&state.definition);
     let definitions = state.retired.iter().chain(current);
     let mut found: Vec<Retired> = Vec::new();
@@ -116,7 +112,7 @@ pub async fn carry_out(
         return Ok(RequestOutcome::Stopped);
     }
     for retired in paths {
-        match take_away(context, retired, stop).await {
+        match take_away(context, (store, id), retired, stop).await {
             Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => {
                 return Ok(RequestOutcome::Refused(error.message));
             }
@@ -127,8 +123,13 @@ pub async fn carry_out(
     Ok(RequestOutcome::Done)
 }
 
-/// Removes one retired field. Returns false if it was stopped.
-async fn take_away(context: &Context, retired: &Retired, stop: &CancellationToken) -> Result<bool> {
+/// Removes one retired field. Returns false if it was stopped, or the command has ended.
+async fn take_away(
+    context: &Context,
+    (store, id): (&Store, ObjectId),
+    retired: &Retired,
+    stop: &CancellationToken,
+) -> Result<bool> {
     let (database, collection) = retired.namespace();
     let mut pages = Holders::of(retired);
     loop {
@@ -136,6 +137,9 @@ async fn take_away(context: &Context, retired: &Retired, stop: &CancellationToke
         let Some(ids) = page? else { return Ok(true) };
         if ids.is_empty() {
             continue;
+        }
+        if !store.is_awaited(&context.server, id).await? {
+            return Ok(false);
         }
         let Statement::Update(statement) = statement::unset(&retired.path, ids, &pages.filter)? else { continue };
         let written = context.server.update(database, collection, &[statement], context.limits.write_timeout).await?;

@@ -131,7 +131,7 @@ pub async fn carry_out(
     if !store.is_last(&context.server, asked.id).await? {
         return Ok(RequestOutcome::Stopped);
     }
-    match put_back(context, &asked.rule, stop).await {
+    match put_back(context, store, asked, stop).await {
         // It would be refused again, and keep every later request waiting.
         Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => {
             Ok(RequestOutcome::Refused(error.message))
@@ -144,7 +144,13 @@ fn retired((collection, path): (String, String)) -> Option<Retired> {
     Some(Retired { collection, path: FieldPath::parse(&path).ok()?, filter: None })
 }
 
-async fn put_back(context: &Context, rule: &str, stop: &CancellationToken) -> Result<RequestOutcome> {
+async fn put_back(
+    context: &Context,
+    store: &Store,
+    asked: &OperatorRequest,
+    stop: &CancellationToken,
+) -> Result<RequestOutcome> {
+    let rule = asked.rule.as_str();
     let kept = context.kept();
     let whole = Store::open(&context.server.unfenced(), kept.database, kept.deployment).await?;
     let is_planned = context.plan.rules.iter().any(|planned| planned.name == rule);
@@ -154,6 +160,9 @@ async fn put_back(context: &Context, rule: &str, stop: &CancellationToken) -> Re
         let records = whole.of_each_partition(&context.server, rule).await?;
         if is_planned && records.iter().any(|(_, record)| is_running(record)) {
             return Ok(RequestOutcome::Refused(format!("`{rule}` runs again, and some values may not be back")));
+        }
+        if !store.is_awaited(&context.server, asked.id).await? {
+            return Ok(RequestOutcome::Stopped);
         }
         let Some(page) = stop.run_until_cancelled(kept.page(rule, after.as_ref())).await else {
             return Ok(RequestOutcome::Stopped);

@@ -33,9 +33,10 @@ pub(super) fn decisions_of(context: &Context) -> Decisions<'_> {
     Decisions { server: &context.server, database: &dead_letters.database, deployment: &dead_letters.deployment }
 }
 
-/// True if a rule is blocked for its effect on existing data: its current definition has written nothing.
+/// True if a rule is blocked for its effect on existing data, or will be at the end of its pause: its current definition has
+/// written nothing.
 pub(super) fn is_blocked(record: &RuleRecord) -> bool {
-    matches!(record.state, RuleState::Blocked(BlockReason::Adoption(_)))
+    matches!(record.state.block(), Some(BlockReason::Adoption(_)))
 }
 
 /// A decision for each new or changed rule of the plan; none for the others.
@@ -70,7 +71,8 @@ async fn decision(
         Some(record) if is_blocked(record) => {
             last.filter(|last| last.definition == record.definition).and_then(|last| last.earlier)
         }
-        before => before.map(|record| record.definition.clone()),
+        // `denormd undo` has put back the application's values.
+        before => before.filter(|record| record.undone.is_empty()).map(|record| record.definition.clone()),
     };
     let mut decision = Decision { definition: rule.definition.clone(), earlier, block: None };
     if rule.adopt {

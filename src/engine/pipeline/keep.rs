@@ -76,18 +76,15 @@ pub(super) async fn resume(context: &Context, rule: &Rule, keeping: Option<Keepi
 /// Ends the keeping after a rule's backfill, once its fan-out jobs are done: they write targets that the backfill has
 /// left to them. A failure is tried again a second later.
 pub(super) async fn end(context: &Context, store: &Store, name: &str, generation: i64) {
+    let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == name) else { return };
     let ended = async {
         if store.is_fanning_out(&context.server, Some(name)).await? {
             return Ok(false);
         }
-        store.end_keeping(&context.server, name, generation).await
+        store.end_keeping(&context.server, rule, generation).await
     };
     match ended.await {
-        Ok(true) => {
-            if let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == name) {
-                context.memory.kept.end(rule.id);
-            }
-        }
+        Ok(true) => context.memory.kept.end(rule.id),
         Ok(false) => {}
         Err(error) => {
             tracing::warn!(rule = name, error = %error.message, "the end of a rule's first backfill cannot be recorded; trying again");

@@ -6,13 +6,16 @@
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
-use bson::Bson;
+use bson::{Bson, Document, doc};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::schedule::Hold;
 use crate::{
-    checkpoint::{rule_record::Agreement, store::Store},
+    checkpoint::{
+        rule_record::{Agreement, RuleRecord},
+        store::Store,
+    },
     reconcile::Context,
 };
 use denormd_model::rule_state::{BlockReason, RuleState};
@@ -27,8 +30,8 @@ const LONGEST: u32 = 50;
 /// A change of a rule's state, or of the record of its source.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Change {
-    /// The rule is blocked until an operator agrees to its further effects: its fields stay as they are. Paused and
-    /// unavailable rules are blocked as well; a paused one whose source is gone stays paused, and is blocked once resumed.
+    /// The rule is blocked until an operator agrees to its further effects: its fields stay as they are. An unavailable rule is
+    /// blocked as well; a paused one stays paused, and is blocked once resumed.
     Block(BlockReason),
     /// The rule is stopped until the cluster meets this requirement. Its fan-out jobs are deleted: the backfill on its
     /// return covers them.
@@ -52,8 +55,7 @@ impl Change {
     /// True if a rule in this state can change so.
     pub fn applies_to(&self, state: &RuleState) -> bool {
         match self {
-            Self::Block(BlockReason::SourceGone) => !state.is_blocked() && *state != state.without_source(),
-            Self::Block(_) => !state.is_blocked(),
+            Self::Block(_) => state.block().is_none(),
             Self::Unavailable(_) => !state.is_stopped(),
             // A backfill that waits for its command covers what a lost position may have lost.
             Self::Backfill | Self::Lost => !state.is_stopped() && *state != RuleState::AwaitingBackfill,
@@ -74,28 +76,36 @@ impl Change {
         }
     }
 
-    /// Records the change.
-    pub async fn record(&self, context: &Context, store: &Store, rule: &Rule, generation: i64) -> Result<Recorded> {
-        let server = &context.server;
-        let (state, agreement) = match self {
-            Self::Block(reason) => (RuleState::Blocked(reason.clone()), Agreement::Ended),
+    /// The next state of a rule in this state, and the effect on an agreement; None if the rule cannot change so.
+    fn next(&self, state: &RuleState) -> Option<(RuleState, Agreement)> {
+        self.applies_to(state).then(|| match self {
+            Self::Block(reason) => (state.blocked(reason.clone()), Agreement::Ended),
             Self::Unavailable(reason) => (RuleState::Unavailable { reason: reason.clone() }, Agreement::Kept),
             Self::Backfill | Self::Lost => (RuleState::BACKFILL, Agreement::Kept),
             Self::SourceBack(_) => (RuleState::BACKFILL, Agreement::Ended),
+            Self::SourceSeen(_) => (state.clone(), Agreement::Kept),
+        })
+    }
+
+    /// Records the change, unless the rule is in another state by now: a command may have paused it.
+    pub async fn record(&self, context: &Context, store: &Store, rule: &Rule, generation: i64) -> Result<Recorded> {
+        let server = &context.server;
+        let more = match self {
             Self::SourceSeen(uuid) => {
                 let is_recorded = store.source_seen(server, &rule.name, generation, uuid).await?;
                 return Ok(if is_recorded { Recorded::Source } else { Recorded::Nothing });
             }
+            // Until a backfill has ended.
+            Self::Lost => doc! {"degraded": true},
+            Self::SourceBack(uuid) => doc! {"source_seen": true, "source_uuid": uuid.clone()},
+            Self::Block(_) | Self::Unavailable(_) | Self::Backfill => Document::new(),
         };
-        let recorded = match self {
-            Self::Lost => store.lose_history(server, rule).await?,
-            Self::SourceBack(uuid) => store.source_back(server, rule, uuid).await?,
-            _ => store.reset_rule(server, rule, &state, agreement).await?,
-        };
-        if matches!(self, Self::Unavailable(_)) {
+        let next = |seen: Option<&RuleRecord>| self.next(seen.map_or(&RuleState::Live, |seen| &seen.state));
+        let (state, generation) = store.change_rule(server, rule, next, more).await?;
+        if matches!(state, RuleState::Unavailable { .. }) {
             context.fan_outs.forget(server, &rule.name).await?;
         }
-        Ok(Recorded::State(recorded.0, recorded.1))
+        Ok(Recorded::State(state, generation))
     }
 }
 
@@ -255,11 +265,17 @@ mod tests {
     fn a_block_applies_to_a_stopped_rule_and_nothing_else_does() {
         let paused = RuleState::PAUSED;
         assert!(block().applies_to(&paused) && block().applies_to(&RuleState::Live));
-        assert!(!block().applies_to(&paused.without_source()));
+        assert_eq!(block().next(&paused), Some((paused.blocked(BlockReason::SourceGone), Agreement::Ended)));
+        assert!(!block().applies_to(&paused.blocked(BlockReason::RemovalLimit)));
         assert!(!unavailable("").applies_to(&paused) && !Change::Backfill.applies_to(&paused));
         assert!(
             !Change::Backfill.applies_to(&RuleState::AwaitingBackfill) && Change::Backfill.applies_to(&RuleState::Live)
         );
+        // A pause that is recorded while a change is tried again.
+        let source_back = Change::SourceBack(Bson::Null);
+        for change in [Change::Backfill, Change::Lost, unavailable(""), source_back] {
+            assert_eq!(change.next(&paused), None, "{change:?}");
+        }
         let blocked = RuleState::Blocked(BlockReason::RemovalLimit);
         assert!(!block().applies_to(&blocked) && !Change::SourceBack(Bson::Null).applies_to(&blocked));
         assert!(Change::SourceBack(Bson::Null).applies_to(&RuleState::Blocked(BlockReason::SourceGone)));

@@ -16,7 +16,7 @@ use crate::{
 };
 use denormd_model::{
     failpoint,
-    rule_state::{BlockReason, RuleState},
+    rule_state::{Adoption, BlockReason, RuleState},
 };
 use denormd_mongo::error::Result;
 use denormd_rules::{config::BackfillMode, plan::Rule};
@@ -62,17 +62,12 @@ async fn register(
     decision: Option<Decision>,
 ) -> Result<(RuleState, i64)> {
     let keeping = keep::of(context, rule, before, decision.as_ref());
-    let state = match decision.and_then(|decision| decision.block) {
-        Some(adoption) => RuleState::Blocked(BlockReason::Adoption(adoption)),
-        None => first_state(rule, before),
-    };
-    log_stopped(&rule.name, &state);
+    let block = decision.and_then(|decision| decision.block);
     let change = match before {
         None => "new rule",
         Some(record) if rule.has_definition(&record.definition) => "the rule is back in the config",
         Some(_) => "changed rule",
     };
-    tracing::info!(rule = %rule.name, state = state.name(), "{change}");
     // A definition that was blocked has written nothing, so there is nothing to prune.
     let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !is_blocked(record);
     if let Some(record) = before.filter(changed) {
@@ -80,9 +75,13 @@ async fn register(
     }
     // Before the definition is recorded: after a crash in between, the new one would retry them.
     context.dead_letters.forget(&context.server, &rule.name).await?;
-    // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
-    let agreement = if rule.adopt && !state.is_blocked() { Agreement::Given } else { Agreement::Ended };
-    let mut registered = store.register_rule(&context.server, rule, (&state, agreement), keeping.as_ref()).await?;
+    let next = |seen: Option<&RuleRecord>| {
+        let state = first_state(rule, seen, block.as_ref());
+        // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
+        let agreement = if rule.adopt && state.block().is_none() { Agreement::Given } else { Agreement::Ended };
+        (state, agreement)
+    };
+    let mut registered = store.register_rule(&context.server, rule, next, keeping.as_ref()).await?;
     if before.is_none()
         && !registered.0.is_stopped()
         && let Some(others) = others
@@ -90,6 +89,8 @@ async fn register(
     {
         registered = store.reset_rule(&context.server, rule, &paused, Agreement::Kept).await?;
     }
+    log_stopped(&rule.name, &registered.0);
+    tracing::info!(rule = %rule.name, state = registered.0.name(), "{change}");
     failpoint::here("rule-reset");
     keep::begin(context, rule, keeping).await?;
     context.fan_outs.forget(&context.server, &rule.name).await?;
@@ -139,14 +140,17 @@ async fn paused_elsewhere(context: &Context, others: &Store, rule: &Rule) -> Res
     Ok(states.into_iter().find(|state| matches!(state, RuleState::Paused { .. })))
 }
 
-/// The state of a rule that is new, changed, or returns to the config.
-fn first_state(rule: &Rule, before: Option<&RuleRecord>) -> RuleState {
-    match before.map(|record| &record.state) {
-        // A pause survives a change of the rule.
-        Some(paused @ RuleState::Paused { .. }) => paused.clone(),
+/// The state of a rule that is new, changed, or returns to the config: paused if it is paused now, whatever the change.
+fn first_state(rule: &Rule, seen: Option<&RuleRecord>, block: Option<&Adoption>) -> RuleState {
+    let state = match seen {
+        Some(RuleRecord { state: RuleState::Paused { until, blocked }, definition, .. }) => {
+            let is_gone = *blocked == Some(BlockReason::SourceGone) && rule.has_source(definition);
+            RuleState::Paused { until: *until, blocked: is_gone.then_some(BlockReason::SourceGone) }
+        }
         _ if rule.backfill == BackfillMode::Auto => RuleState::BACKFILL,
         _ => RuleState::AwaitingBackfill,
-    }
+    };
+    block.map_or(state.clone(), |adoption| state.blocked(BlockReason::Adoption(adoption.clone())))
 }
 
 fn log_stopped(rule: &str, state: &RuleState) {

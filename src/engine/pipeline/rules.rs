@@ -168,36 +168,38 @@ impl Pipeline {
     pub(super) fn recorded(&mut self, order: Order, recorded: Recorded) {
         let context = self.context.clone();
         let rule = context.plan.rule(order.rule);
-        match &order.change {
-            Change::Block(reason) => {
+        match (&order.change, &recorded) {
+            (Change::Block(reason), Recorded::State(RuleState::Blocked(_), _)) => {
                 failpoint::here("held");
-                if let Recorded::State(RuleState::Paused { .. }, _) = recorded {
-                    tracing::error!(rule = %rule.name, %reason, "the rule stays paused; once resumed, it is blocked");
-                } else {
-                    let end = reason.end(&rule.name);
-                    tracing::error!(rule = %rule.name, %reason, "the rule is blocked: its fields stay as they are until {end}");
-                }
+                let end = reason.end(&rule.name);
+                tracing::error!(rule = %rule.name, %reason, "the rule is blocked: its fields stay as they are until {end}");
             }
-            Change::Unavailable(reason) => {
+            (Change::Block(reason), _) => {
+                tracing::error!(rule = %rule.name, %reason, "the rule stays paused; once resumed, it is blocked");
+            }
+            (Change::Unavailable(reason), Recorded::State(RuleState::Unavailable { .. }, _)) => {
                 tracing::error!(rule = %rule.name, reason, "the rule is unavailable until the cluster has what it needs; the others go on");
             }
-            Change::Backfill | Change::Lost => {}
             // The next look at the sources records it.
-            Change::SourceSeen(_) if matches!(recorded, Recorded::Nothing) => {}
-            Change::SourceBack(uuid) | Change::SourceSeen(uuid) => {
+            (Change::SourceSeen(_), Recorded::Nothing) => {}
+            (Change::SourceSeen(uuid), _) => {
                 self.rules.sources.insert(rule.id, Some(uuid.clone()));
             }
-        }
-        if let Change::SourceBack(uuid) = &order.change {
-            tracing::info!(rule = %rule.name, "the source collection is there again: the rule is backfilled from it");
-            context.memory.sources.saw(&rule.source.namespace, Some(uuid.clone()));
+            (Change::SourceBack(uuid), Recorded::State(RuleState::Backfilling { .. }, _)) => {
+                self.rules.sources.insert(rule.id, Some(uuid.clone()));
+                tracing::info!(rule = %rule.name, "the source collection is there again: the rule is backfilled from it");
+                context.memory.sources.saw(&rule.source.namespace, Some(uuid.clone()));
+            }
+            // An operator has paused the rule meanwhile.
+            (Change::Unavailable(_) | Change::SourceBack(_), _) => {}
+            (Change::Backfill | Change::Lost, _) => {}
         }
         if let Recorded::State(state, generation) = recorded
             && self.rules.take(rule.id, state, generation)
         {
             self.act_on_state(rule.id);
         }
-        if order.change == Change::Lost {
+        if order.change == Change::Lost && self.rules.state(rule.id).is_backfilling() {
             self.rules.lose(rule.id);
         }
         self.settle(order);
@@ -235,7 +237,7 @@ impl Pipeline {
         self.rules.released.extend(released.map(|until| (rule, until)));
         let name = &self.context.plan.rule(rule).name;
         match (&before, &state) {
-            (RuleState::Blocked(reason), after) if !after.is_blocked() => {
+            (RuleState::Blocked(reason), after) if after.block().is_none() => {
                 self.context.memory.removals.reset(rule);
                 // The loss was accepted: an absent source counts as empty.
                 if *reason == BlockReason::SourceGone {

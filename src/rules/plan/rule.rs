@@ -341,6 +341,13 @@ impl Rule {
         self.definition == *definition
     }
 
+    /// True if a rule with this recorded definition reads the same collection.
+    #[must_use]
+    pub fn has_source(&self, definition: &Document) -> bool {
+        let source = |definition: &Document| definition.get_document("source").ok()?.get("collection").cloned();
+        source(&self.definition) == source(definition)
+    }
+
     /// The place in the config of what the rule does.
     #[must_use]
     pub fn at(&self) -> ConfigPath {

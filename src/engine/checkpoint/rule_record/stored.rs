@@ -78,8 +78,8 @@ struct Stored {
     /// Unknown to the first version.
     #[serde(rename = "block", default)]
     block: Option<BlockReason>,
-    /// The `reason` that was written with `block`. The first version leaves both unchanged when it blocks a rule for
-    /// its own reason, so a difference between the reasons marks `block` as outdated.
+    /// The `reason` that was written with `block`. The first version leaves both unchanged when it blocks or pauses a rule
+    /// for its own reason, so a difference between the reasons marks `block` as outdated.
     #[serde(rename = "block_reason", default)]
     block_reason: Option<String>,
     #[serde(rename = "until", default)]
@@ -124,6 +124,11 @@ struct Beside {
 impl Stored {
     fn state(self, generation: i64) -> RuleState {
         let is = |flag: Option<bool>| flag.unwrap_or(false);
+        let block = if is(self.detached) {
+            Some(BlockReason::SourceGone)
+        } else {
+            self.block.filter(|_| self.block_reason == self.reason)
+        };
         match self.backfill {
             Backfill::Pending => RuleState::Backfilling {
                 after: self.after.into_iter().next(),
@@ -133,17 +138,11 @@ impl Stored {
             Backfill::Manual => RuleState::AwaitingBackfill,
             Backfill::Done => RuleState::Live,
             Backfill::Absent => RuleState::Removed,
-            Backfill::Held if is(self.paused) => {
-                RuleState::Paused { until: self.until, source_gone: is(self.detached) }
-            }
+            Backfill::Held if is(self.paused) => RuleState::Paused { until: self.until, blocked: block },
             Backfill::Held if is(self.suspended) => {
                 RuleState::Unavailable { reason: self.reason.unwrap_or_else(|| "something is missing".to_owned()) }
             }
-            Backfill::Held if is(self.detached) => RuleState::Blocked(BlockReason::SourceGone),
-            Backfill::Held => {
-                let current = self.block.filter(|_| self.block_reason == self.reason);
-                RuleState::Blocked(current.unwrap_or(BlockReason::RemovalLimit))
-            }
+            Backfill::Held => RuleState::Blocked(block.unwrap_or(BlockReason::RemovalLimit)),
         }
     }
 
@@ -170,13 +169,13 @@ impl Stored {
             RuleState::Live => stored.backfill = Backfill::Done,
             RuleState::Removed => stored.backfill = Backfill::Absent,
             RuleState::Paused { until, .. } => stored.until = *until,
-            RuleState::Blocked(reason) => {
-                (stored.block, stored.block_reason) = (Some(reason.clone()), stored.reason.clone());
-            }
-            RuleState::Unavailable { .. } => {}
+            RuleState::Blocked(_) | RuleState::Unavailable { .. } => {}
+        }
+        if let Some(reason) = state.block() {
+            (stored.block, stored.block_reason) = (Some(reason.clone()), stored.reason.clone());
         }
         if stored.backfill == Backfill::Held {
-            stored.detached = Some(*state == state.without_source());
+            stored.detached = Some(state.block() == Some(&BlockReason::SourceGone));
             stored.paused = Some(matches!(state, RuleState::Paused { .. }));
             stored.suspended = Some(matches!(state, RuleState::Unavailable { .. }));
         }
@@ -240,34 +239,14 @@ pub(crate) fn is_unavailable() -> Document {
     doc! {"backfill": "held", "suspended": true}
 }
 
-/// A filter for rules that can be paused: also those that would run again by themselves, once what they lack or their source
-/// is there. The others that are blocked stay blocked. A pause without an end is not replaced by one with an end, which another operator may not expect.
-pub(crate) fn may_be_paused(time: Option<Duration>) -> Document {
-    let mut paused = doc! {"paused": true};
-    if time.is_some() {
-        paused.insert("until", doc! {"$type": "date"});
-    }
-    doc! {"$or": [{"backfill": {"$nin": ["held", "absent"]}}, paused, {"suspended": true}, {"detached": true}]}
-}
-
 /// A filter for rules that are in the config.
 pub(crate) fn is_in_config() -> Document {
     doc! {"backfill": {"$ne": "absent"}}
 }
 
-/// The fields of a rule that is paused for this time, as expressions: the server's clock is used because the end is
-/// checked against it too. A rule without its source keeps that mark.
-pub(crate) fn paused_for(time: Option<Duration>) -> Result<Document> {
-    let mut state = state_fields(&RuleState::PAUSED)?;
-    state.insert("detached", doc! {"$and": [{"$eq": ["$backfill", "held"]}, {"$eq": ["$detached", true]}]});
-    let until = time.map(|time| i64::try_from(time.as_millis()).unwrap_or(i64::MAX));
-    state.insert("until", until.map_or(Bson::Null, |millis| doc! {"$add": ["$$NOW", millis]}.into()));
-    Ok(state)
-}
-
-/// The fields of a rule whose backfill begins.
-pub(crate) fn backfill_from_the_start() -> Result<Document> {
-    state_fields(&RuleState::BACKFILL)
+/// The end of a pause of this length, by the server's clock, against which it is checked too.
+pub(crate) fn end_of_pause(time: Duration) -> Document {
+    doc! {"$add": ["$$NOW", i64::try_from(time.as_millis()).unwrap_or(i64::MAX)]}
 }
 
 /// A filter for this generation. State from before generations existed has no such field.
@@ -275,9 +254,11 @@ pub(crate) fn same_generation(generation: i64) -> Bson {
     if generation == 0 { doc! {"$in": [Bson::Null, 0_i64]}.into() } else { generation.into() }
 }
 
-/// The update that puts rules into a state, given by its fields as expressions, with the next generation. An agreement
-/// to the removals of an unfinished backfill remains valid ([`super::Agreement::Kept`]).
-pub(crate) fn changed(mut fields: Document) -> Vec<Document> {
+/// The update that gives a rule's document these fields, and `more` as expressions, with the next generation. An agreement to the
+/// removals of an unfinished backfill remains valid ([`super::Agreement::Kept`]).
+pub(crate) fn changed(fields: Document, more: Document) -> Vec<Document> {
+    let mut fields: Document =
+        fields.into_iter().map(|(name, value)| (name, doc! {"$literal": value}.into())).collect();
     let generation = doc! {"$ifNull": ["$generation", 0_i64]};
     let next = doc! {"$add": [generation.clone(), 1_i64]};
     let is_open = doc! {"$or": [
@@ -287,6 +268,7 @@ pub(crate) fn changed(mut fields: Document) -> Vec<Document> {
     let kept = doc! {"$and": [{"$eq": ["$removals_agreed", generation]}, is_open]};
     fields.insert("removals_agreed", doc! {"$cond": [kept, next.clone(), "$removals_agreed"]});
     fields.insert("generation", next);
+    fields.extend(more);
     vec![doc! {"$set": fields}]
 }
 
