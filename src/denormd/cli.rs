@@ -99,7 +99,7 @@ const GROUPS: [(&str, &[(&str, &str)]); 6] = [
             ("check", "Compare every target with its definition"),
             ("explain", "Explain one target's values"),
             ("backfill", "Bring existing targets up to date"),
-            ("dead-letters", "List, retry or discard dead letters"),
+            ("dead-letters", "List, retry or drop dead letters"),
             ("undo", "Put back the values that a rule's first backfill replaced"),
             ("prune", "Remove the fields of a rule that is no longer in the config"),
         ],
@@ -181,10 +181,12 @@ pub enum Command {
   denormd run --config shop.yaml
   DENORMD__MONGODB__URI='mongodb://db/?replicaSet=rs0' denormd run --config rules/
 
-SIGTERM and SIGINT let writes in flight finish, save the checkpoint, and exit with 0.")]
+SIGTERM and SIGINT let writes in flight finish, save the checkpoint, and exit with 0; a second one ends the process at once, with 1.
+SIGHUP reads the config again.")]
     Run {
-        /// Keep running while the config is wrong or the cluster lacks something: write nothing, report the reason and
-        /// try again. For a sidecar, which must not keep the application from starting.
+        /// Keep running while the config files cannot be loaded or the cluster lacks something: write nothing, report the
+        /// reason and try again. Rules that contradict each other still exit with 2. For a sidecar, which must not keep the
+        /// application from starting.
         #[arg(long)]
         wait_for_cluster: bool,
     },
@@ -349,8 +351,8 @@ Each privilege is preceded by what it is for.")]
   denormd advise --output json | jq '.relationships[].advice[] | select(.kind == \"copy\")'
 
 It draws samples, counts along indexes, reads the names of changed fields from the oplog, and takes the members' counters
-twice. It never writes and never touches profiler settings. What it may not read is \"not known\". The thresholds are the
-config's section `advise`.")]
+twice. It never writes and never touches profiler settings. Figures that it may not read are shown as \"not known\". The
+thresholds are the config's section `advise`.")]
     Advise(Inspection),
     /// Writes a first rules file from the results of `advise`.
     #[command(after_help = "Examples:
@@ -501,7 +503,8 @@ The same text is in deploy/RUNBOOK.md.")]
 An operation time is the `operationTime` of the driver's session after a write. Chains of rules are followed to their end, and an
 open backfill is waited for.
 
-Exit status: 0 applied, 1 not within the timeout or no leader answers, 2 usage.")]
+Exit status: 0 applied, except for the rules that it lists on standard error (`except` in JSON), 1 not within the timeout, or no
+instance answers, 2 usage.")]
     Wait {
         /// The daemon to ask.
         #[command(flatten)]

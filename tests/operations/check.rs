@@ -301,7 +301,7 @@ async fn without_a_daemon_the_command_repairs_by_itself() {
     assert!(printed.out.contains("; expected \"10.0.0.1\", stored nothing\n"), "{}", printed.out);
     assert!(printed.out.contains("host: 2 more are not listed"), "{}", printed.out);
     let printed = program.run(&["check", "--repair", "--sample", "3"]).await.exits(0);
-    assert!(printed.err.contains("no daemon leads: doing it here"), "{}", printed.err);
+    assert!(printed.err.contains("no daemon leads: this command takes the lease and does the work"), "{}", printed.err);
     assert!(printed.out.ends_with("3 repaired\n"), "{}", printed.out);
     program.run(&["check"]).await.exits(0);
     // It released the lease: a daemon leads at once.
@@ -453,7 +453,11 @@ async fn a_target_that_changes_all_the_while_is_no_success() {
     })
     .await
     .exits(1);
-    assert!(told.out.contains("1 changed all the while and are undecided"), "{}", told.out);
-    assert!(told.err.contains("1 target changed all the while: nothing else differs"), "{}", told.err);
+    assert!(told.out.contains("1 changed at every comparison and are undecided"), "{}", told.out);
+    assert!(
+        told.err.contains("1 target changed at every comparison and could not be judged; no other target differs"),
+        "{}",
+        told.err
+    );
     writer.abort();
 }

@@ -94,7 +94,7 @@ settings
 
 If `mongodb.uri` leads to another cluster, every rule is new there.
 
-A pause, a block and the dead letters of a renamed rule stay with its old name.
+A renamed rule is a new rule: the pause of the old name ends, and its dead letters are deleted.
 
 Before the first write of each of these rules, the daemon compares it with existing data. It blocks a rule that would remove a value that denormd did not write, overwrite more than 1% of such values, or remove a value from more than 1% of the targets that hold one. `denormd plan` with a server says what the rules would do.
 "#;

@@ -393,7 +393,7 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
         (code, told.as_str()),
         (
             Some(0),
-            "may lack changes, as they are paused, blocked or unavailable, wait for `denormd backfill`, have dead letters, do not run yet as this config defines them, read the copies of such rules, or are in shadow: ip, note\n"
+            "these rules may lack changes: ip, note. Each is paused, blocked, unavailable or in shadow, waits for `denormd backfill`, has dead letters, does not run yet as this config defines it, or reads the copies of such a rule\n"
         )
     );
     assert_eq!(run(&["resume", "ip"]).0, Some(0));

@@ -307,7 +307,7 @@ async fn fields_are_taken_away_by_a_leader_and_by_none_that_owns_them() {
     let output = new.run(&["prune", "address", "--output", "json"]);
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{told}");
-    assert!(told.contains("no daemon leads: doing it here"), "{told}");
+    assert!(told.contains("no daemon leads: this command takes the lease and does the work"), "{told}");
     let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&told["paths"][0]["path"], &told["paths"][0]["documents"]), (&"name".into(), &1.into()));
     assert_eq!(all(&db, "log").await, [doc! {"_id": 1, "host": 1, "ip": "10.0.0.1"}]);

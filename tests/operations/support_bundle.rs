@@ -81,7 +81,7 @@ async fn commands_that_write_lead_where_nobody_does() {
     // A rule that has never run is known as soon as there is a leader.
     let told = program.run(&["backfill"]).await.exits(0);
     assert!(told.out.contains("names: done, 1 targets"), "{}", told.out);
-    assert!(told.err.contains("no daemon leads: doing it here"), "{}", told.err);
+    assert!(told.err.contains("no daemon leads: this command takes the lease and does the work"), "{}", told.err);
     assert_eq!(name().await, "bolt");
 
     // A rule that has run before.

@@ -47,7 +47,10 @@ pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> s
                 .into())
         }
         Left { undecided: n @ 1.., .. } => {
-            let changed = format!("{} changed all the while: nothing else differs", counted(n, "target"));
+            let changed = format!(
+                "{} changed at every comparison and could not be judged; no other target differs",
+                counted(n, "target")
+            );
             Err(Error::new(Kind::Unavailable, changed).hint("run the command again while less is written").into())
         }
         Left { .. } => Ok(()),
@@ -188,7 +191,7 @@ impl RuleCheck<'_> {
             line.push_str(&format!(", {repaired} repaired"));
         }
         if tally.undecided > 0 {
-            line.push_str(&format!(", {} changed all the while and are undecided", tally.undecided));
+            line.push_str(&format!(", {} changed at every comparison and are undecided", tally.undecided));
         }
         if tally.refused > 0 {
             line.push_str(&format!(", {} cannot be computed (see `denormd dead-letters list`)", tally.refused));

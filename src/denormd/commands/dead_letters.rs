@@ -153,7 +153,7 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
         Ok(())
     } else {
         let error = Error::new(Kind::Refused, "some could not be written");
-        Err(error.hint("their reasons are above; mend the documents or the rule, and try again").into())
+        Err(error.hint("their reasons are above; correct the documents or the rule, then retry").into())
     }
 }
 

@@ -96,7 +96,7 @@ async fn lead<T>(
     let divided = deployment.partitions;
     let mut share = Share::new(deployment, context.clone(), |handle, first| {
         if first && handle.context.partition.place() == 0 {
-            notice("no daemon leads: doing it here");
+            notice("no daemon leads: this command takes the lease and does the work");
         }
     });
     let mut work = pin!(work);

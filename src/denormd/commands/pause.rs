@@ -71,7 +71,7 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
         }
     };
     for name in &outcome.blocked {
-        notice(&format!("{name} is blocked: it stays so, whatever is resumed"));
+        notice(&format!("{name} is blocked; `denormd resume` does not unblock it"));
     }
     let names = context.plan.rules.iter().map(|rule| rule.name.clone()).filter(|_| rule.is_none());
     let (removed, unregistered): (Vec<_>, Vec<_>) =

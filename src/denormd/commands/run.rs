@@ -208,7 +208,7 @@ async fn say_cluster(server: &Server) {
             let hosts: Vec<&str> = hosts.iter().filter_map(bson::Bson::as_str).collect();
             tracing::info!(cluster = text("setName"), primary = text("primary"), hosts = hosts.join(", "), "connected");
         }
-        Err(error) => tracing::warn!(error = %error.message, "the cluster does not say who it is"),
+        Err(error) => tracing::warn!(error = %error.message, "the name and the members of the cluster cannot be read"),
     }
 }
 
@@ -217,7 +217,7 @@ fn warn_of_insecure(loaded: &Loaded) {
     for option in connect::insecure(&loaded.config.mongodb.uri) {
         tracing::warn!(
             option,
-            "INSECURE: the server's certificate is not verified; anybody on the way can read and change the data. Give \
+            "INSECURE: the server's certificate is not verified; anyone on the network path to MongoDB can read and change the data. Give \
              tlsCAFile instead"
         );
     }
@@ -324,14 +324,15 @@ impl Rules {
             Err(error) => tracing::error!(error = %error.message, "this instance failed to lead"),
         }
         let (what, why) = match ended {
-            _ if partition.of() > 1 => ("standby", &*format!("this instance leads{} no more", part_of(partition))),
+            _ if partition.of() > 1 => ("standby", &*format!("this instance no longer leads{}", part_of(partition))),
             Ok(Ended::HandedOver) if stops => ("stopped", "this instance was stopped"),
             Ok(Ended::HandedOver) => ("standby", "handed over to an instance with newer rules"),
-            Ok(Ended::Lost) => {
-                ("lease_lost", "this instance leads no more: its lease could not be renewed in time, or was taken")
-            }
+            Ok(Ended::Lost) => (
+                "lease_lost",
+                "this instance no longer leads: its lease could not be renewed in time, or another took it",
+            ),
             Ok(Ended::Unfit(_)) => ("standby", "this instance cannot lead: it lacks a privilege"),
-            Err(_) => ("stopped", "this instance leads no more: it failed"),
+            Err(_) => ("stopped", "this instance no longer leads: it failed"),
         };
         self.board.happened(what, why);
     }

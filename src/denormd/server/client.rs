@@ -60,7 +60,8 @@ pub async fn get(daemon: impl Into<Daemon>, path: &str, patience: Duration) -> R
     let answer = tokio::time::timeout(patience, ask(&daemon, path)).await.map_err(|_| silent())??;
     if answer.code == StatusCode::UNAUTHORIZED.as_u16() {
         let message = format!("denormd at {address} demands a token");
-        return Err(Error::new(Kind::Config, message).hint("give its config, or DENORMD__HTTP__TOKEN_FILE"));
+        return Err(Error::new(Kind::Config, message)
+            .hint("pass the daemon's config with --config, or set DENORMD__HTTP__TOKEN_FILE"));
     }
     if answer.code == StatusCode::MISDIRECTED_REQUEST.as_u16() {
         let why = String::from_utf8_lossy(&answer.body).trim().to_owned();
@@ -108,7 +109,7 @@ async fn converse(
         .header("host", address.authority())
         .header("connection", "close")
         .body(Empty::<Bytes>::new())
-        .map_err(|_| Error::new(Kind::Config, "this cannot be asked for"))?;
+        .map_err(|_| Error::new(Kind::Config, "the request for this path is not valid"))?;
     let response = sender.send_request(request).await.map_err(broken)?;
     let status: StatusCode = response.status();
     let body = response.into_body().collect().await.map_err(broken)?.to_bytes().to_vec();

@@ -275,7 +275,7 @@ impl Registry for LeaseDocument {
         // Recorded a second time, in a place that is not deleted along with the lease. The lease may have been deleted
         // since it was read, and taken by another instance in the same term: then both leases are left to expire.
         if !claim_term(&self.connection.now(), &self.database, &self.deployment, term).await? {
-            tracing::warn!(term, "the lease was deleted while it was being taken: it is left to expire");
+            tracing::warn!(term, "the lease was deleted while this instance took it; it is not used, and expires");
             return Ok(None);
         }
         let known = seen.as_ref().and_then(|seen| seen.get_i64("term").ok()).unwrap_or_default();

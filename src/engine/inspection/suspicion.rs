@@ -380,7 +380,7 @@ fn fields(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mis
             let message = format!("no document of {documents} sampled in `{}` has the field `{path}`", side.namespace);
             let hint = match nearest(&path.to_string(), &known) {
                 Some(near) => format!("did you mean `{near}`?"),
-                None => "check the name; a field that is still to come is all right".to_owned(),
+                None => "check the name; if the field will be added later, ignore this".to_owned(),
             };
             found.push(Mistake { message, ..place.clone() }.hint(hint));
         }

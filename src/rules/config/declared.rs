@@ -215,7 +215,7 @@ section! {
         "audit_per_second" audit_per_second: usize = 200, Form::Count,
             "Targets per second that the continuous audit of `guard: audit` compares.";
         "backfill_per_second" backfill_per_second: Option<usize>, Form::Count,
-            "The most targets per second that backfills process. By default as many as the replica set keeps up with.";
+            "The most targets per second that backfills process, all rules together. By default as many as the replica set keeps up with.";
     }
 }
 
@@ -223,7 +223,7 @@ section! {
     /// `lease`: the election of a leader among the instances of a deployment.
     Lease, LEASE {
         "ttl_seconds" ttl: Duration = 10, Form::Seconds(2),
-            "The lease of a leader that stops renewing it. A write command may run for at most half of this time.";
+            "The time after which a lease that its leader no longer renews expires: 2 to 86400. Another instance takes over one second later. A write command may run for at most half of this time.";
         "partitions" partitions: u32 = 1, Form::Count,
             "Partitions of the keys, at most 64. Each has a leader of its own, and the instances share them. The same for all instances.";
     }

@@ -106,7 +106,12 @@ pub const HTTP: &[Key] = &[
 
 /// The keys of `log`.
 pub const LOG: &[Key] = &[
-    key("filter", Form::Text, "info", "A filter in the syntax of RUST_LOG: `info`, `denormd=debug`."),
+    key(
+        "filter",
+        Form::Text,
+        "info",
+        "A filter in the syntax of RUST_LOG: `info`, `denormd=debug`. A filter that cannot be read counts as `info`. The variable RUST_LOG itself is not read.",
+    ),
     key(
         "format",
         Form::Choice(&[

@@ -7,7 +7,7 @@ use super::{
     tree::{Entry, Node, Value},
 };
 
-const SPAN: &str = "a number and s, m, h or d, as in 5s, 2m or 1h";
+const SPAN: &str = "1 second to 30 days: a number and s, m, h or d, as in 5s, 2m or 7d";
 /// Maximum duration. A longer one is probably a typing error.
 const LONGEST_SPAN: Duration = Duration::from_secs(30 * 86_400);
 

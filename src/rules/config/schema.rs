@@ -118,7 +118,8 @@ fn form(form: &Form) -> Value {
 pub fn reference() -> String {
     let mut out = String::from(
         "# Config reference\n\n\
-         Written by `denormd schema --reference` from what the program itself knows; a test compares. Keys that must be there are **bold**.\n\n",
+         Written by `denormd schema --reference` from what the program itself knows; a test compares. Keys that must be there are **bold**.\n\n\
+         Several files or directories are layered in the order of `--config` (repeated, or separated by commas). A directory stands for its `*.yaml`, `*.yml`, `*.toml` and `*.json` files by name. A setting of a later file replaces that of an earlier one; `rules` are joined. An environment variable replaces both: `DENORMD__LIMITS__PENDING` is `limits.pending`; a list is separated by commas. Rules cannot come from variables. Top-level keys that begin with `x-` are ignored, for YAML anchors.\n\n",
     );
     let deeper = table(&mut out, ROOT);
     for (name, keys) in deeper {
@@ -180,7 +181,7 @@ fn value(form: &Form) -> &'static str {
         Form::Flag => "true or false",
         Form::Count => "integer from 1",
         Form::Seconds(_) => "seconds",
-        Form::Span => "as `5s`, `2m`, `1h`, or a number of seconds",
+        Form::Span => "as `5s`, `2m`, `1h`, `7d`, or a number of seconds; at most 30 days",
         Form::Address => "address:port",
         Form::Choice(_) => "one of",
         Form::Side => "collection, or a mapping",

@@ -166,7 +166,7 @@ impl Reader {
         let (cert, key) = (section.get("tls_cert_file"), section.get("tls_key_file"));
         let Some(cert) = cert else {
             if let Some(key) = key {
-                let mistake = Mistake::new(key.at, "there is no certificate that the key could belong to").on_key();
+                let mistake = Mistake::new(key.at, "`tls_key_file` needs `tls_cert_file`").on_key();
                 self.mistake(mistake.hint("give http.tls_cert_file"));
             }
             return (None, Vec::new());
@@ -197,7 +197,7 @@ impl Reader {
         let Some(field) = section.get("require_token") else { return false };
         let everything = self.choice(&field, &[("changes", false), ("everything", true)]).unwrap_or_default();
         if everything && !token {
-            let mistake = Mistake::new(field.at, "there is no token that requests could need");
+            let mistake = Mistake::new(field.at, "`require_token: everything` needs a token");
             self.mistake(mistake.hint("give http.token_file"));
         }
         everything

@@ -198,7 +198,7 @@ fn notes(difference: &Difference) -> impl Iterator<Item = &'static str> {
             "A running daemon refuses this config until it is restarted: `name`, `state` and `lease` cannot change while it runs.",
         ),
         (connection, "If `mongodb.uri` leads to another cluster, every rule is new there."),
-        (renamed, "A pause, a block and the dead letters of a renamed rule stay with its old name."),
+        (renamed, "A renamed rule is a new rule: the pause of the old name ends, and its dead letters are deleted."),
         (
             writes,
             "Before the first write of each of these rules, the daemon compares it with existing data. It blocks a rule that would \

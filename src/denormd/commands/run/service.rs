@@ -18,7 +18,7 @@ pub fn stopping() {
 
 fn say(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
-        tracing::debug!(%error, "the service manager cannot be told");
+        tracing::debug!(%error, "systemd could not be notified");
     }
 }
 
@@ -40,7 +40,7 @@ pub async fn watchdog(board: Arc<Board>) {
             // The call may block: a service manager that does not read must not block the runtime.
             let said = tokio::task::spawn_blocking(|| say(&[NotifyState::Watchdog]));
             if let Err(error) = said.await {
-                tracing::debug!(%error, "the service manager cannot be told");
+                tracing::debug!(%error, "systemd could not be notified");
             }
         }
     }
