@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use super::{
     advice::{Advice, RULES_OF_THUMB, bytes, count, counted, distribution, figure},
     facts::{Form, Relationship},
+    inventory::Collection,
     report::Report,
     updates::{self, moment},
 };
@@ -39,35 +40,41 @@ pub fn text(report: &Report) -> String {
 }
 
 fn head(out: &mut String, report: &Report) {
-    let inspection = &report.inspection;
-    let documents: u64 = inspection.collections.iter().map(|collection| collection.count).sum();
-    let size: u64 = inspection.collections.iter().map(|collection| collection.bytes).sum();
-    writeln!(
-        out,
-        "{}, {}, {}",
-        counted(inspection.collections.len() as u64, "collection"),
-        counted(documents, "document"),
-        bytes(size)
-    )
-    .ok();
-    match &report.history {
-        Ok(history) => {
-            let part = if history.is_complete() {
-                "all of it"
-            } else {
-                "not to its end: advise.history_events, advise.history_seconds"
-            };
-            let text = format!(
-                "changes: the oplog from {} to {} ({}), {}; {part}",
-                moment(history.from),
-                moment(history.to),
-                duration(history.seconds().into()),
-                counted(history.events, "change")
-            );
-            wrapped(out, "", &text);
-        }
-        Err(Unknown(why)) => wrapped(out, "", &format!("changes: not known: {why}")),
+    let collections = &report.inspection.collections;
+    let documents: u64 = collections.iter().map(|collection| collection.count).sum();
+    let size: u64 = collections.iter().map(|collection| collection.bytes).sum();
+    let number = counted(collections.len() as u64, "collection");
+    writeln!(out, "{number}, {}, {}", counted(documents, "document"), bytes(size)).ok();
+    wrapped(out, "", &changes(report));
+    wrapped(out, "", &reads(report));
+    let busy: u64 = report.reads.collections.values().map(|used| used.micros).sum();
+    for collection in collections {
+        wrapped(out, "  ", &of_collection(report, collection, busy));
     }
+}
+
+/// The extent of the changes that were read.
+fn changes(report: &Report) -> String {
+    let history = match &report.history {
+        Ok(history) => history,
+        Err(Unknown(why)) => return format!("changes: not known: {why}"),
+    };
+    let part = if history.is_complete() {
+        "all of it"
+    } else {
+        "not to its end: advise.history_events, advise.history_seconds"
+    };
+    format!(
+        "changes: the oplog from {} to {} ({}), {}; {part}",
+        moment(history.from),
+        moment(history.to),
+        duration(history.seconds().into()),
+        counted(history.events, "change")
+    )
+}
+
+/// The extent of the reads that were counted.
+fn reads(report: &Report) -> String {
     let reads: u64 = report.reads.collections.values().map(|used| used.reads).sum();
     let cache = report.reads.cache.map(|cache| format!("; the cache has {}", bytes(cache.size))).unwrap_or_default();
     let log = if report.reads.log_read {
@@ -75,32 +82,31 @@ fn head(out: &mut String, report: &Report) {
     } else {
         String::new()
     };
-    wrapped(out, "", &format!("reads: {} {}{log}{cache}", count(reads), report.reads.basis()));
-    let busy: u64 = report.reads.collections.values().map(|used| used.micros).sum();
-    for collection in &inspection.collections {
-        let used = report.reads.of(&collection.namespace);
-        let share = used.map(|used| denormd_model::distribution::ratio(used.micros * 100, busy)).filter(|_| busy > 0);
-        let share =
-            share.map(|share| format!(", {}% of the time spent in all", figure(share.round()))).unwrap_or_default();
-        let used = used
-            .map(|used| format!(", {}, {}", counted(used.reads, "read"), counted(used.writes, "write")))
-            .unwrap_or_default();
-        let text = format!(
-            "{}: {}, {}, {}{used}{share}",
-            name(&collection.namespace, report.default.as_deref()),
-            counted(collection.count, "document"),
-            collection.size.map_or_else(String::new, |size| format!(
-                "{} each",
-                bytes(denormd_model::distribution::whole(size.mean()))
-            )),
-            if collection.indexes.len() == 1 {
-                "1 index".to_owned()
-            } else {
-                format!("{} indexes", collection.indexes.len())
-            }
-        );
-        wrapped(out, "  ", &text);
-    }
+    format!("reads: {} {}{log}{cache}", count(reads), report.reads.basis())
+}
+
+/// The line of a collection; `busy` is the time spent in all collections, in microseconds.
+fn of_collection(report: &Report, collection: &Collection, busy: u64) -> String {
+    let used = report.reads.of(&collection.namespace);
+    let share = used.map(|used| denormd_model::distribution::ratio(used.micros * 100, busy)).filter(|_| busy > 0);
+    let share = share.map(|share| format!(", {}% of the time spent in all", figure(share.round()))).unwrap_or_default();
+    let used = used
+        .map(|used| format!(", {}, {}", counted(used.reads, "read"), counted(used.writes, "write")))
+        .unwrap_or_default();
+    format!(
+        "{}: {}, {}, {}{used}{share}",
+        name(&collection.namespace, report.default.as_deref()),
+        counted(collection.count, "document"),
+        collection.size.map_or_else(String::new, |size| format!(
+            "{} each",
+            bytes(denormd_model::distribution::whole(size.mean()))
+        )),
+        if collection.indexes.len() == 1 {
+            "1 index".to_owned()
+        } else {
+            format!("{} indexes", collection.indexes.len())
+        }
+    )
 }
 
 fn relationship(out: &mut String, facts: &Relationship, advice: &[Advice], default: Option<&str>) {

@@ -46,8 +46,7 @@ use lag::{Lags, Probes};
 pub use leadership::Leadership;
 use leadership::{Facts, Reading};
 pub use report::{
-    Backfill, CauseReport, Current, InstanceReport, Level, Oplog, Partitions, Percentiles, Problem, RetiredField, Rule,
-    Status,
+    Backfill, CauseReport, Current, InstanceReport, Level, Oplog, Partitions, Percentiles, RetiredField, Rule, Status,
 };
 use shared::Shared;
 use timeline::Timeline;
@@ -82,7 +81,7 @@ pub struct Board {
     state: Mutex<State>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
     /// The running pipelines, by the place of their partition.
     attached: BTreeMap<u32, Arc<Context>>,
@@ -92,8 +91,7 @@ struct State {
     left: BTreeMap<u32, Snapshot>,
     /// Number of partitions.
     partitions: u32,
-    /// Creation time of this board.
-    began: Instant,
+    times: Times,
     /// The context of this process, once it has reached the cluster, and the time after which a silent instance counts
     /// as gone.
     cluster: Option<(Arc<Context>, Duration)>,
@@ -111,8 +109,6 @@ struct State {
     /// Retired fields, which earlier rules have left behind.
     retired: Vec<RetiredField>,
     oplog: Oplog,
-    /// Time of the last successful read of the oplog window, or of the beginning of this leadership.
-    oplog_read: Instant,
     /// The difference between the members' clocks, in seconds.
     clock_skew: Option<f64>,
     /// Dead letters by rule and reason.
@@ -132,10 +128,27 @@ struct State {
     unwritten: VecDeque<Event>,
     /// The last stored events of all instances, oldest first.
     written: Vec<Event>,
-    ticked: Instant,
     /// The end of the last pause of this process.
     resumed: Option<Instant>,
     insecure: Vec<&'static str>,
+}
+
+/// Times that begin with the board.
+#[derive(Debug)]
+struct Times {
+    /// Creation time of the board.
+    began: Instant,
+    /// Time of the last successful read of the oplog window, or of the beginning of this leadership.
+    oplog_read: Instant,
+    /// Time of the last look at the snapshots.
+    ticked: Instant,
+}
+
+impl Default for Times {
+    fn default() -> Self {
+        let now = Instant::now();
+        Self { began: now, oplog_read: now, ticked: now }
+    }
 }
 
 impl State {
@@ -217,38 +230,7 @@ impl Board {
     #[must_use]
     pub fn new(name: &str, metrics: Arc<Metrics>) -> Arc<Self> {
         metrics.build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
-        let state = State {
-            attached: BTreeMap::new(),
-            pipelines: 0,
-            left: BTreeMap::new(),
-            partitions: 1,
-            began: Instant::now(),
-            cluster: None,
-            read: None,
-            told: Leadership::Starting,
-            shared: Shared::default(),
-            probes: Probes::default(),
-            unanswered: None,
-            majority_lag: Duration::ZERO,
-            retired: Vec::new(),
-            oplog: Oplog::default(),
-            oplog_read: Instant::now(),
-            clock_skew: None,
-            dead_letters: BTreeMap::new(),
-            history: History::default(),
-            behind_since: BTreeMap::new(),
-            since: BTreeMap::new(),
-            named: BTreeSet::new(),
-            currency: Currency::default(),
-            canary: None,
-            timeline: Timeline::default(),
-            journal: None,
-            unwritten: VecDeque::new(),
-            written: Vec::new(),
-            ticked: Instant::now(),
-            resumed: None,
-            insecure: Vec::new(),
-        };
+        let state = State { partitions: 1, ..State::default() };
         Arc::new(Self {
             metrics,
             name: name.to_owned(),
@@ -299,7 +281,7 @@ impl Board {
         state.pipelines += 1;
         // With several partitions, the first one sends the canary, which arrives when all partitions have applied it.
         if state.attached.len() == 1 || state.canary.is_none() {
-            state.oplog_read = Instant::now();
+            state.times.oplog_read = Instant::now();
             state.canary = Some(Canary::new(self.metrics.now()));
         }
     }
@@ -487,7 +469,7 @@ impl Board {
     #[must_use]
     pub fn is_live(&self) -> bool {
         let state = self.state();
-        state.ticked.elapsed() < LIVE && state.since_turn() < LIVE
+        state.times.ticked.elapsed() < LIVE && state.since_turn() < LIVE
     }
 
     /// True if every pipeline of this process runs.
@@ -529,11 +511,11 @@ impl Board {
     fn tick(&self) {
         let now = self.metrics.now();
         let mut state = self.state();
-        let pause = state.ticked.elapsed();
-        state.ticked = Instant::now();
+        let pause = state.times.ticked.elapsed();
+        state.times.ticked = Instant::now();
         let mut events: Vec<Event> = Vec::new();
         if pause >= PAUSE {
-            state.resumed = Some(state.ticked);
+            state.resumed = Some(state.times.ticked);
         }
         if pause >= LONG_PAUSE {
             let lasted = pause.as_secs_f64();

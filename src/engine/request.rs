@@ -105,9 +105,10 @@ impl Task {
 }
 
 /// The targets of a value that are meant.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Scope {
     /// All targets, because the source changed.
+    #[default]
     All,
     /// Targets with these `_id`s, because they are new or their reference changed.
     Named(HashSet<Key>),

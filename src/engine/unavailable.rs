@@ -82,15 +82,8 @@ pub async fn still(context: &Context) -> Result<BTreeMap<RuleId, String>> {
 /// Makes unavailable rules run again once the cluster has what they lack.
 pub async fn watch(context: Arc<Context>, store: Store, stop: CancellationToken) {
     let mut looks: HashMap<RuleId, (Instant, Duration)> = HashMap::new();
-    loop {
-        tokio::select! {
-            () = tokio::time::sleep(POLL_INTERVAL) => {}
-            () = stop.cancelled() => return,
-        }
-        let round = tokio::select! {
-            round = look(&context, &store, &mut looks) => round,
-            () = stop.cancelled() => return,
-        };
+    while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
+        let Some(round) = stop.run_until_cancelled(look(&context, &store, &mut looks)).await else { return };
         if let Err(error) = round {
             tracing::debug!(error = %error.message, "unavailable rules cannot be checked; trying again");
         }

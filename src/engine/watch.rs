@@ -271,18 +271,12 @@ pub async fn follow(
     let state = State { position: start, by_time: None, failures: 0, hang_ups: 0, way: Way::Batches, whole: false };
     let mut follower = Follower { server, spec, waiting, out, state };
     while !stop.is_cancelled() {
-        let failed = tokio::select! {
-            failed = follower.go_on() => failed,
-            () = stop.cancelled() => return,
-        };
+        let Some(failed) = stop.run_until_cancelled(follower.go_on()).await else { return };
         let Some(error) = failed else { continue };
         let pause = Duration::from_millis(100).saturating_mul(1 << follower.state.failures.min(6));
         metrics.record_error(None, "read changes", &error);
         tracing::warn!(database = %spec.database, error = %error.message, retry_in = ?pause, "the change stream was interrupted");
-        tokio::select! {
-            () = tokio::time::sleep(pause) => {}
-            () = stop.cancelled() => return,
-        }
+        stop.run_until_cancelled(tokio::time::sleep(pause)).await;
     }
 }
 
@@ -366,7 +360,7 @@ impl Follower<'_> {
     async fn start_anew(&mut self, why: &str) -> bool {
         let Ok(time) = self.server.operation_time().await else { return false };
         let database = &self.spec.database;
-        tracing::error!(%database, why, "the change stream starts from now on: every rule of the database is backfilled");
+        tracing::error!(%database, why, "the change stream restarts at the current time; every rule of the database is backfilled");
         let position = Position { time, token: None };
         let delivery = Delivery {
             stream: self.spec.stream,

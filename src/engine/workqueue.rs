@@ -70,7 +70,7 @@ struct QueueKey {
 pub type Lane = (RuleId, Task);
 
 /// All pending requests for one key.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Work {
     /// The targets that are meant.
     pub scope: Scope,
@@ -195,7 +195,7 @@ pub enum Finish {
 }
 
 /// The pending and running requests, by key.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct WorkQueue {
     entries: HashMap<QueueKey, Entry>,
     lanes: BTreeMap<Lane, VecDeque<Key>>,
@@ -318,23 +318,7 @@ impl WorkQueue {
     /// An empty queue that is full with `capacity` requests.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
-        Self {
-            entries: HashMap::new(),
-            lanes: BTreeMap::new(),
-            slow: Slow::default(),
-            turn: None,
-            delayed: BinaryHeap::new(),
-            weights: Weights::default(),
-            capacity,
-            taken: 0,
-            writing: BTreeMap::new(),
-            running: BTreeMap::new(),
-            reconciling: BTreeMap::new(),
-            guarded: 0,
-            oldest: Oldest::default(),
-            trees: BTreeSet::new(),
-            pending: Arc::default(),
-        }
+        Self { capacity, ..Self::default() }
     }
 
     /// Records the keys of these recursive rules in `pending`, from now on.
@@ -461,21 +445,7 @@ impl WorkQueue {
 
     /// Takes a request; `watermark` does not pass its origin until it is done.
     pub fn push(&mut self, request: Request, origin: Origin, watermark: &mut Watermark) {
-        let work = Work {
-            scope: request.scope,
-            after: origin.after,
-            committed: origin.committed,
-            attempts: 0,
-            read_limit: None,
-            batch_keys: None,
-            restarted: None,
-            is_counted: false,
-            unconfirmed_since: None,
-            missing_since: None,
-            unconfirmed_mismatch: UnconfirmedMismatch::default(),
-            waits_since: None,
-            origins: Origins::default(),
-        };
+        let work = Work { scope: request.scope, after: origin.after, committed: origin.committed, ..Work::default() };
         let queue_key = QueueKey { lane: (request.rule, request.task), key: request.key };
         if !self.entries.contains_key(&queue_key) {
             *self.count(queue_key.lane) += 1;

@@ -29,42 +29,8 @@ pub(super) fn run(
     let mut object = |document: &Document, error: EvalError| {
         obstacles.push(Obstacle { rule: rule.name.clone(), target: id_of(document), error });
     };
-    let mut parents: HashMap<Key, Option<Key>> = HashMap::new();
-    for document in &documents {
-        let takes_part = match &rule.target.filter {
-            None => true,
-            Some(filter) => match denormd_mql::matches(filter, document) {
-                Ok(takes_part) => takes_part,
-                Err(error) => {
-                    object(document, error);
-                    false
-                }
-            },
-        };
-        if takes_part {
-            let parent = rule.reference.keys(tree.parent, document).pop().flatten();
-            parents.insert(Key::of_document(document), parent);
-        }
-    }
-    let mut levels: Vec<(usize, usize)> = Vec::new();
-    for (nth, document) in documents.iter().enumerate() {
-        let key = Key::of_document(document);
-        if !parents.contains_key(&key) {
-            continue;
-        }
-        let place = tree.place(&key, &parents);
-        match (&place, reason(tree, &place)) {
-            (Place::Node(ancestors), _) => levels.push((ancestors.len(), nth)),
-            (Place::Circle(members), Some(_)) if members.first() != Some(&key) => {}
-            (_, Some(error)) => object(document, EvalError::Refused(error.message)),
-            (_, None) => {}
-        }
-    }
-    match tree.parent {
-        Role::Target => levels.sort_unstable(),
-        Role::Source => levels.sort_unstable_by_key(|(level, nth)| (Reverse(*level), *nth)),
-    }
-    for (_, nth) in levels {
+    let parents = parents(rule, tree, &documents, &mut object);
+    for nth in in_order(tree, &documents, &parents, &mut object) {
         let Some(document) = collections.get(&name).and_then(|documents| documents.get(nth)).cloned() else { continue };
         match apply(plan, rule, collections, document.clone()) {
             Ok(Some(written)) => {
@@ -79,4 +45,53 @@ pub(super) fn run(
         }
     }
     Ok(())
+}
+
+/// The documents that take part, each with the key of its parent.
+fn parents(
+    rule: &Rule,
+    tree: Tree,
+    documents: &[Document],
+    object: &mut impl FnMut(&Document, EvalError),
+) -> HashMap<Key, Option<Key>> {
+    let mut parents = HashMap::new();
+    for document in documents {
+        match rule.target.filter.as_ref().map_or(Ok(true), |filter| denormd_mql::matches(filter, document)) {
+            Ok(true) => {
+                let parent = rule.reference.keys(tree.parent, document).pop().flatten();
+                parents.insert(Key::of_document(document), parent);
+            }
+            Ok(false) => {}
+            Err(error) => object(document, error),
+        }
+    }
+    parents
+}
+
+/// The places of the documents in the collection, each after those that it reads.
+fn in_order(
+    tree: Tree,
+    documents: &[Document],
+    parents: &HashMap<Key, Option<Key>>,
+    object: &mut impl FnMut(&Document, EvalError),
+) -> Vec<usize> {
+    let mut levels: Vec<(usize, usize)> = Vec::new();
+    for (nth, document) in documents.iter().enumerate() {
+        let key = Key::of_document(document);
+        if !parents.contains_key(&key) {
+            continue;
+        }
+        let place = tree.place(&key, parents);
+        match (&place, reason(tree, &place)) {
+            (Place::Node(ancestors), _) => levels.push((ancestors.len(), nth)),
+            (Place::Circle(members), Some(_)) if members.first() != Some(&key) => {}
+            (_, Some(error)) => object(document, EvalError::Refused(error.message)),
+            (_, None) => {}
+        }
+    }
+    match tree.parent {
+        Role::Target => levels.sort_unstable(),
+        Role::Source => levels.sort_unstable_by_key(|(level, nth)| (Reverse(*level), *nth)),
+    }
+    levels.into_iter().map(|(_, nth)| nth).collect()
 }

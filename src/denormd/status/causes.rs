@@ -15,7 +15,6 @@ use denormd_model::{
     rule_state::{BlockReason, RuleState},
 };
 use denormd_mongo::error::Kind;
-use tokio::time::Instant;
 
 use super::{
     State,
@@ -87,7 +86,7 @@ fn of_the_instance(
     let mut say = |cause: Cause, rules: Vec<String>, since: Option<i64>| {
         found.insert(cause, ActiveCause { cause, rules, since });
     };
-    let answered = state.probes.answered().unwrap_or(state.began).elapsed();
+    let answered = state.probes.answered().unwrap_or(state.times.began).elapsed();
     if answered >= SILENT && state.unanswered.as_ref().is_none_or(|(kind, _)| kind.means_no_answer()) {
         let age = i64::try_from(answered.as_millis()).unwrap_or(i64::MAX);
         say(Cause::NoPrimary, Vec::new(), Some(now - age));
@@ -120,7 +119,6 @@ fn of_the_rules(
 ) {
     let mut say = |cause: Cause, rules: Vec<String>| found.insert(cause, ActiveCause { cause, rules, since: None });
     let behind: Vec<String> = lags.rules.iter().filter(|rule| rule.is_behind()).map(|rule| rule.name.clone()).collect();
-    let silent = |since: Option<Instant>| since.is_none_or(|since| since.elapsed() > SLOW);
     let runs = !state.attached.is_empty();
     let full = seen.full;
     if runs && state.since_turn() > SILENCE && !no_primary {
@@ -136,35 +134,15 @@ fn of_the_rules(
     for (cause, rules) in of_rule_states(seen).into_iter().filter(|(_, rules)| !rules.is_empty()) {
         say(cause, names(seen, &rules));
     }
-    let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
-    let lost_in = state.oplog.lost_in_seconds.unwrap_or(f64::INFINITY);
-    let is_old = lags.checkpoint >= OLD_CHECKPOINT;
-    let oldest = lags.checkpoint.max(lags.overall.unwrap_or_default());
-    if (is_old || !behind.is_empty()) && is_short(headroom, lost_in, oldest) {
-        say(Cause::OplogShort, Vec::new());
-    }
-    if is_old && !no_primary && recent(metrics).any(|line| line.doing == SAVE_POSITION) {
-        say(Cause::CheckpointUnsaved, Vec::new());
-    }
-    if state.oplog.readable == Some(false) {
-        say(Cause::OplogUnreadable, Vec::new());
+    for cause in of_the_oplog(metrics, state, lags, !behind.is_empty(), no_primary) {
+        say(cause, Vec::new());
     }
     if behind.is_empty() && !no_primary && state.canary.as_ref().is_some_and(|canary| canary.age(now) > LATE_CANARY) {
         say(Cause::CanaryLate, Vec::new());
     }
-    let writes = silent(seen.last_write) && metrics.in_flight() > 0;
-    let slow = metrics.met(&[Kind::TimedOut, Kind::ReadTimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;
     if !behind.is_empty() && !no_primary {
-        let failing: Vec<String> = failing(metrics).into_iter().filter(|rule| behind.contains(rule)).collect();
-        if !failing.is_empty() {
-            say(Cause::Retrying, failing);
-        } else if writes || slow {
-            say(Cause::ServerSlow, behind.clone());
-        } else if seen.keys <= 2 && metrics.in_flight() > 0 {
-            say(Cause::HotKey, behind.clone());
-        }
-        if lags.unread >= BEHIND && !interrupted {
-            say(Cause::CatchingUp, behind.clone());
+        for (cause, rules) in of_late_rules(metrics, state, (seen, lags), &behind, interrupted) {
+            say(cause, rules);
         }
     }
     if full {
@@ -173,6 +151,51 @@ fn of_the_rules(
     if !state.dead_letters.is_empty() {
         say(Cause::DeadLetters, state.dead_letters.keys().cloned().collect());
     }
+}
+
+/// Causes that concern the position in the oplog.
+fn of_the_oplog(metrics: &Metrics, state: &State, lags: &Lags, is_late: bool, no_primary: bool) -> Vec<Cause> {
+    let headroom = state.oplog.headroom_seconds.unwrap_or(f64::INFINITY);
+    let lost_in = state.oplog.lost_in_seconds.unwrap_or(f64::INFINITY);
+    let is_old = lags.checkpoint >= OLD_CHECKPOINT;
+    let oldest = lags.checkpoint.max(lags.overall.unwrap_or_default());
+    let is_unsaved = || recent(metrics).any(|line| line.doing == SAVE_POSITION);
+    let mut causes = Vec::new();
+    if (is_old || is_late) && is_short(headroom, lost_in, oldest) {
+        causes.push(Cause::OplogShort);
+    }
+    if is_old && !no_primary && is_unsaved() {
+        causes.push(Cause::CheckpointUnsaved);
+    }
+    if state.oplog.readable == Some(false) {
+        causes.push(Cause::OplogUnreadable);
+    }
+    causes
+}
+
+/// Reasons why these rules are behind, while the server has a primary.
+fn of_late_rules(
+    metrics: &Metrics,
+    state: &State,
+    (seen, lags): (&Snapshot, &Lags),
+    behind: &[String],
+    interrupted: bool,
+) -> Vec<(Cause, Vec<String>)> {
+    let is_silent = seen.last_write.is_none_or(|since| since.elapsed() > SLOW);
+    let slow = metrics.met(&[Kind::TimedOut, Kind::ReadTimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;
+    let failing: Vec<String> = failing(metrics).into_iter().filter(|rule| behind.contains(rule)).collect();
+    let mut causes = Vec::new();
+    if !failing.is_empty() {
+        causes.push((Cause::Retrying, failing));
+    } else if is_silent && metrics.in_flight() > 0 || slow {
+        causes.push((Cause::ServerSlow, behind.to_vec()));
+    } else if seen.keys <= 2 && metrics.in_flight() > 0 {
+        causes.push((Cause::HotKey, behind.to_vec()));
+    }
+    if lags.unread >= BEHIND && !interrupted {
+        causes.push((Cause::CatchingUp, behind.to_vec()));
+    }
+    causes
 }
 
 /// Causes that are the states of rules, with these rules.

@@ -15,9 +15,7 @@ use super::{
     currency::Claim,
     lag::{BEHIND, millis, seconds},
     leadership::Leadership,
-    report::{
-        Backfill, CauseReport, Current, InstanceReport, Level, Partitions, Problem, Rule, SHADOW, Status, Stream,
-    },
+    report::{Backfill, CauseReport, Current, InstanceReport, Level, Partitions, Rule, SHADOW, Status, Stream},
     sentence,
     shared::Report,
 };
@@ -89,7 +87,7 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
         clock_skew_seconds: state.clock_skew,
         canary_age_seconds: state.canary.as_ref().map(|canary| seconds(canary.age(now))),
         dead_letters: state.dead_letters.values().flat_map(BTreeMap::values).sum(),
-        errors: metrics.recent_errors().into_iter().map(Problem::from).collect(),
+        errors: metrics.recent_errors(),
         retired: state.retired.clone(),
     }
 }

@@ -13,11 +13,12 @@ use denormd_engine::{deployment::lease::Holder, events::Event};
 pub const SILENCE: Duration = Duration::from_secs(4);
 
 /// The role of this instance in its deployment.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "role", rename_all = "snake_case")]
 pub enum Leadership {
     /// From the start of the process until the lease is read for the first time, and from the moment that this instance
     /// takes the lease until its pipeline follows changes.
+    #[default]
     Starting,
     /// From the moment that the pipeline follows changes, while its lease is renewed.
     Leader {

@@ -123,7 +123,7 @@ impl Board {
             Ok(oplog) => self.take_oplog(oplog),
             Err(error) => {
                 let mut state = self.state();
-                let is_known = state.oplog_read.elapsed() < KNOWN;
+                let is_known = state.times.oplog_read.elapsed() < KNOWN;
                 let has_no_answer = error.kind == Kind::Connection || error.kind == Kind::Unavailable;
                 // During an outage, the status says that the window is the last known one.
                 if has_no_answer && (is_known || state.unanswered.is_some()) {
@@ -207,7 +207,7 @@ impl Board {
         let mut state = self.state();
         let behind = self.view(&state, self.metrics.now()).lags.overall.is_some_and(|lag| lag >= BEHIND);
         self.metrics.oplog_readable.set(1);
-        state.oplog_read = Instant::now();
+        state.times.oplog_read = Instant::now();
         if let Some(headroom) = oplog.headroom_seconds {
             self.metrics.oplog_headroom.with_label_values::<&str>(&[]).set(headroom);
             state.history.headroom(self.metrics.now(), headroom);

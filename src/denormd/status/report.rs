@@ -98,7 +98,7 @@ pub struct Status {
     /// Number of dead letters of all rules.
     pub dead_letters: u64,
     /// Recent errors, newest first.
-    pub errors: Vec<Problem>,
+    pub errors: Vec<RecentError>,
     /// Retired fields: no rule owns them any more, and they stay until `denormd prune`. Empty while another process
     /// leads.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -303,23 +303,47 @@ pub struct Percentiles {
     pub p99: Option<f64>,
 }
 
-/// A recent error.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Problem {
-    /// Time of the first occurrence.
-    pub first: i64,
-    /// Time of the last occurrence.
-    pub last: i64,
-    /// Number of occurrences.
-    pub count: u64,
-    /// The affected rule, if there is one.
-    pub rule: Option<String>,
-    /// The operation that failed.
-    pub doing: String,
-    /// The kind of error.
-    pub reason: String,
-    /// The error message.
-    pub message: String,
+/// The later of two lags; unknown if one is.
+fn later(one: Option<f64>, other: Option<f64>) -> Option<f64> {
+    one.zip(other).map(|(one, other)| one.max(other))
+}
+
+/// Joins the causes of two leaders: the earlier beginning, and the rules of both.
+fn joined_causes(mut causes: Vec<CauseReport>, others: Vec<CauseReport>) -> Vec<CauseReport> {
+    for cause in others {
+        match causes.iter_mut().find(|known| known.cause == cause.cause) {
+            Some(known) => {
+                known.since = known.since.min(cause.since);
+                let more: Vec<String> = cause.rules.into_iter().filter(|rule| !known.rules.contains(rule)).collect();
+                known.rules.extend(more);
+            }
+            None => causes.push(cause),
+        }
+    }
+    causes
+}
+
+impl Rule {
+    /// Joins the statuses of two partitions: the later or worse figure counts.
+    fn joined(&self, same: &Self) -> Self {
+        let worse = if rank(&same.state) > rank(&self.state) { same } else { self };
+        let open = if matches!(self.backfill, Backfill::None) { same } else { self };
+        Self {
+            state: worse.state.clone(),
+            lag_seconds: later(self.lag_seconds, same.lag_seconds),
+            chain_lag_seconds: later(self.chain_lag_seconds, same.chain_lag_seconds),
+            behind_since: self.behind_since.into_iter().chain(same.behind_since).min(),
+            late_keys: self.late_keys + same.late_keys,
+            targets_changed: self.targets_changed + same.targets_changed,
+            drift_found: self.drift_found + same.drift_found,
+            drift_repaired: self.drift_repaired + same.drift_repaired,
+            propagation: self.propagation.joined(&same.propagation),
+            audit: self.audit.as_ref().zip(same.audit.as_ref()).map(|(audit, same)| audit.joined(same)),
+            degraded: self.degraded || same.degraded,
+            backfill: open.backfill.clone(),
+            ..self.clone()
+        }
+    }
 }
 
 impl Percentiles {
@@ -353,44 +377,13 @@ impl Status {
     /// Joins the statuses of leaders of several partitions: the later or worse figure counts.
     #[must_use]
     pub fn joined(self, other: Self) -> Self {
-        let later = |a: Option<f64>, b: Option<f64>| a.zip(b).map(|(a, b)| a.max(b));
         let mut rules = self.rules;
         for rule in &mut rules {
             if let Some(same) = other.rules.iter().find(|same| same.name == rule.name) {
-                let worse = if rank(&same.state) > rank(&rule.state) { same } else { &*rule };
-                *rule = Rule {
-                    state: worse.state.clone(),
-                    lag_seconds: later(rule.lag_seconds, same.lag_seconds),
-                    chain_lag_seconds: later(rule.chain_lag_seconds, same.chain_lag_seconds),
-                    behind_since: rule.behind_since.into_iter().chain(same.behind_since).min(),
-                    late_keys: rule.late_keys + same.late_keys,
-                    targets_changed: rule.targets_changed + same.targets_changed,
-                    drift_found: rule.drift_found + same.drift_found,
-                    drift_repaired: rule.drift_repaired + same.drift_repaired,
-                    propagation: rule.propagation.joined(&same.propagation),
-                    audit: rule.audit.as_ref().zip(same.audit.as_ref()).map(|(audit, same)| audit.joined(same)),
-                    degraded: rule.degraded || same.degraded,
-                    backfill: if matches!(rule.backfill, Backfill::None) {
-                        same.backfill.clone()
-                    } else {
-                        rule.backfill.clone()
-                    },
-                    ..rule.clone()
-                };
+                *rule = rule.joined(same);
             }
         }
-        let mut causes = self.causes;
-        for cause in other.causes {
-            match causes.iter_mut().find(|known| known.cause == cause.cause) {
-                Some(known) => {
-                    known.since = known.since.min(cause.since);
-                    let more: Vec<String> =
-                        cause.rules.into_iter().filter(|rule| !known.rules.contains(rule)).collect();
-                    known.rules.extend(more);
-                }
-                None => causes.push(cause),
-            }
-        }
+        let causes = joined_causes(self.causes, other.causes);
         let (oplog, risk) = if other.oplog.margin() < self.oplog.margin() {
             (other.oplog, other.risk)
         } else {
@@ -416,20 +409,6 @@ impl Status {
             canary_age_seconds: later(self.canary_age_seconds, other.canary_age_seconds),
             errors: self.errors.into_iter().chain(other.errors).collect(),
             ..self
-        }
-    }
-}
-
-impl From<RecentError> for Problem {
-    fn from(line: RecentError) -> Self {
-        Self {
-            first: line.first,
-            last: line.last,
-            count: line.count,
-            rule: line.rule,
-            doing: line.doing.to_owned(),
-            reason: line.reason.to_owned(),
-            message: line.message,
         }
     }
 }

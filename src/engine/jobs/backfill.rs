@@ -70,10 +70,7 @@ pub async fn run(
         let begun = request.after.clone();
         let backfill =
             RuleBackfill { context: &context, store: &store, rule: context.plan.rule(request.rule), out: &out };
-        let result = tokio::select! {
-            result = backfill.run(&mut request) => result,
-            () = stop.cancelled() => return,
-        };
+        let Some(result) = stop.run_until_cancelled(backfill.run(&mut request)).await else { return };
         let error = match result {
             Ok(true) => match reports.send(Report::Backfilled(request)).await {
                 Ok(()) => continue,
@@ -95,10 +92,7 @@ pub async fn run(
         }
         let failures = if request.after == begun { failures + 1 } else { 0 };
         waiting.add(request, failures);
-        tokio::select! {
-            () = tokio::time::sleep(PAUSE) => {}
-            () = stop.cancelled() => return,
-        }
+        stop.run_until_cancelled(tokio::time::sleep(PAUSE)).await;
     }
 }
 

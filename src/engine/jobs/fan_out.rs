@@ -211,10 +211,7 @@ async fn patiently(
     let rule = context.plan.rule(asked.subject.rule).clone();
     let runner = JobRunner { context: &context, rule: &rule, out: &out };
     loop {
-        let result = tokio::select! {
-            result = runner.run(&asked, &mut job) => result,
-            () = stop.cancelled() => return None,
-        };
+        let result = stop.run_until_cancelled(runner.run(&asked, &mut job)).await?;
         let error = match result {
             Ok(done) => return Some(Ended { asked, done }),
             Err(error) => error,
@@ -230,10 +227,7 @@ async fn patiently(
                 return Some(Ended { asked, done });
             }
         }
-        tokio::select! {
-            () = tokio::time::sleep(PAUSE) => {}
-            () = stop.cancelled() => return None,
-        }
+        stop.run_until_cancelled(tokio::time::sleep(PAUSE)).await?;
     }
 }
 

@@ -2,13 +2,15 @@
 
 use std::{collections::VecDeque, time::Duration};
 
+use serde::{Deserialize, Serialize};
+
 use denormd_model::clock::wall_millis;
 
 /// Maximum number of entries.
 const KEPT: usize = 50;
 
 /// An error that occurred once or repeatedly.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RecentError {
     /// Time of the first occurrence, in milliseconds since 1970.
     pub first: i64,
@@ -19,9 +21,9 @@ pub struct RecentError {
     /// The rule concerned, if any.
     pub rule: Option<String>,
     /// The action that failed.
-    pub doing: &'static str,
+    pub doing: String,
     /// The kind of error.
-    pub reason: &'static str,
+    pub reason: String,
     /// The error's text.
     pub message: String,
 }
@@ -33,7 +35,7 @@ pub(super) struct RecentErrors {
 }
 
 impl RecentErrors {
-    pub fn add(&mut self, rule: Option<&str>, doing: &'static str, reason: &'static str, message: &str) {
+    pub fn add(&mut self, rule: Option<&str>, doing: &str, reason: &str, message: &str) {
         let now = wall_millis();
         let same = |line: &RecentError| line.rule.as_deref() == rule && line.doing == doing && line.message == message;
         let known = self.lines.iter().position(same).and_then(|at| self.lines.remove(at));
@@ -44,8 +46,8 @@ impl RecentErrors {
                 last: now,
                 count: 1,
                 rule: rule.map(ToOwned::to_owned),
-                doing,
-                reason,
+                doing: doing.to_owned(),
+                reason: reason.to_owned(),
                 message: message.to_owned(),
             },
         };
@@ -61,7 +63,7 @@ impl RecentErrors {
 
     pub fn met(&self, reasons: &[&str], window: Duration) -> bool {
         let from = wall_millis() - i64::try_from(window.as_millis()).unwrap_or(i64::MAX);
-        self.lines.iter().rev().take_while(|line| line.last >= from).any(|line| reasons.contains(&line.reason))
+        self.lines.iter().rev().take_while(|line| line.last >= from).any(|line| reasons.contains(&line.reason.as_str()))
     }
 }
 

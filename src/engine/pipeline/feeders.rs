@@ -75,10 +75,7 @@ async fn retry(
             }
             retry_due(&context, &out, &mut late).await
         };
-        let result = tokio::select! {
-            result = round => result,
-            () = stop.cancelled() => return,
-        };
+        let Some(result) = stop.run_until_cancelled(round).await else { return };
         match result {
             Ok(reading) => pause = dead_letter::ROUND.max(reading * PAUSE_FACTOR),
             Err(error) => tracing::warn!(error = %error.message, "dead letters cannot be read; trying again"),
@@ -184,15 +181,8 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
             RequestOutcome::Stopped => Ok(()),
         }
     };
-    loop {
-        tokio::select! {
-            () = tokio::time::sleep(READ_STATES) => {}
-            () = stop.cancelled() => return,
-        }
-        let result = tokio::select! {
-            result = round() => result,
-            () = stop.cancelled() => return,
-        };
+    while stop.run_until_cancelled(tokio::time::sleep(READ_STATES)).await.is_some() {
+        let Some(result) = stop.run_until_cancelled(round()).await else { return };
         let result = match result {
             // A stop does not interrupt a write: the lease is given back only when all writes are answered.
             Ok(Some(asked)) => carry_out(asked).await,

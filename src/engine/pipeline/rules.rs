@@ -180,9 +180,7 @@ impl Pipeline {
             (Change::Unavailable(reason), Recorded::State(RuleState::Unavailable { .. }, _)) => {
                 tracing::error!(rule = %rule.name, reason, "the rule is unavailable until the cluster has what it needs; the others go on");
             }
-            // The next look at the sources records it.
-            (Change::SourceSeen(_), Recorded::Nothing) => {}
-            (Change::SourceSeen(uuid), _) => {
+            (Change::SourceSeen(uuid), Recorded::Source) => {
                 self.rules.sources.insert(rule.id, Some(uuid.clone()));
             }
             (Change::SourceBack(uuid), Recorded::State(RuleState::Backfilling { .. }, _)) => {
@@ -190,9 +188,8 @@ impl Pipeline {
                 tracing::info!(rule = %rule.name, "the source collection is there again: the rule is backfilled from it");
                 context.memory.sources.saw(&rule.source.namespace, Some(uuid.clone()));
             }
-            // An operator has paused the rule meanwhile.
-            (Change::Unavailable(_) | Change::SourceBack(_), _) => {}
-            (Change::Backfill | Change::Lost, _) => {}
+            // A backfill begins below. A change that was not recorded comes again, or an operator has paused the rule meanwhile.
+            _ => {}
         }
         if let Recorded::State(state, generation) = recorded
             && self.rules.take(rule.id, state, generation)

@@ -63,11 +63,7 @@ pub(super) async fn returns(context: Arc<Context>, out: mpsc::Sender<Seen>, stop
     // The count covers the whole rule, not only this partition's keys.
     let whole = context.whole();
     let mut waiting: BTreeMap<RuleId, Waiting> = BTreeMap::new();
-    loop {
-        tokio::select! {
-            () = tokio::time::sleep(READ_SOURCES) => {}
-            () = stop.cancelled() => return,
-        }
+    while stop.run_until_cancelled(tokio::time::sleep(READ_SOURCES)).await.is_some() {
         let states = context.published.borrow().states.clone();
         let lacks = |rule: RuleId| states.get(rule.0) == Some(&RuleState::Blocked(BlockReason::SourceGone));
         waiting.retain(|rule, _| lacks(*rule));
@@ -77,10 +73,7 @@ pub(super) async fn returns(context: Arc<Context>, out: mpsc::Sender<Seen>, stop
                 continue;
             }
             let start = Instant::now();
-            let looked = tokio::select! {
-                looked = Box::pin(look(&whole, rule, waits)) => looked,
-                () = stop.cancelled() => return,
-            };
+            let Some(looked) = stop.run_until_cancelled(Box::pin(look(&whole, rule, waits))).await else { return };
             waits.next = Some(Instant::now() + start.elapsed() * PAUSE_FACTOR);
             match looked {
                 Ok(Some(uuid)) => {

@@ -23,7 +23,7 @@ use crate::{
         read::{self, id_of},
         share::Shares,
         statement,
-        value::Desired,
+        value::{Desired, Rows},
     },
     request::{Request, Scope, Task},
     workqueue::{Batch, Lane, Work},
@@ -169,37 +169,9 @@ impl Run<'_> {
         let mut shares = Shares::new(self, items);
         let mut destroys = false;
         for (nth, item) in items.iter_mut().enumerate() {
-            if item.end.is_some() {
-                continue;
-            }
-            if item.work.scope == Scope::All && self.context.memory.fan_outs.is_running(&self.subject(item)) {
-                item.end = Some(self.fan_out(item).await);
-                continue;
-            }
-            if self.detached && !item.key.values().is_empty() && !rows.answer(&item.key) {
-                continue;
-            }
-            let desired = match rows.desired(self.rule, &item.key) {
-                Ok(desired) => desired,
-                Err(error) if error.is_refusal() => {
-                    item.end = Some(self.dead_letter(&item.key, None, &error).await);
-                    continue;
-                }
-                Err(error) => return Err(error),
-            };
-            if matches!(desired, Desired::Remove | Desired::Delete) {
-                if let Some(end) = self.destroys(item).await? {
-                    item.end = Some(end);
-                    continue;
-                }
-                destroys = true;
-            }
+            let Some(desired) = self.desired(item, &rows).await? else { continue };
+            destroys |= matches!(desired, Desired::Remove | Desired::Delete);
             let scope = match &desired {
-                // The restarted statement was for all targets, and they are still to be written.
-                Desired::Fields(_) if item.work.restarted.is_some() => {
-                    item.end = Some(self.rest(item, &rows, &desired).await);
-                    continue;
-                }
                 Desired::Fields(fields) => shares.take(self, shape, (nth, &*item), fields),
                 _ => Some(Cow::Borrowed(&item.work.scope)),
             };
@@ -224,6 +196,37 @@ impl Run<'_> {
             self.write(items, [vec![statement], Vec::new()], &rows, timeout).await?;
         }
         Ok(())
+    }
+
+    /// The values that the targets of a key get now. None for a key that has its end, or that waits for its source.
+    async fn desired(&self, item: &mut Item, rows: &Rows) -> Result<Option<Desired>> {
+        if item.end.is_some() {
+            return Ok(None);
+        }
+        if item.work.scope == Scope::All && self.context.memory.fan_outs.is_running(&self.subject(item)) {
+            item.end = Some(self.fan_out(item).await);
+            return Ok(None);
+        }
+        if self.detached && !item.key.values().is_empty() && !rows.answer(&item.key) {
+            return Ok(None);
+        }
+        let desired = match rows.desired(self.rule, &item.key) {
+            Ok(desired) => desired,
+            Err(error) if error.is_refusal() => {
+                item.end = Some(self.dead_letter(&item.key, None, &error).await);
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        };
+        match &desired {
+            Desired::Remove | Desired::Delete => item.end = self.destroys(item).await?,
+            // The restarted statement was for all targets, and they are still to be written.
+            Desired::Fields(_) if item.work.restarted.is_some() => {
+                item.end = Some(self.rest(item, rows, &desired).await);
+            }
+            _ => {}
+        }
+        Ok(Some(desired).filter(|_| item.end.is_none()))
     }
 
     /// The shape of the targets. None if the rule's statements are not shared, or for fewer than two keys or targets.

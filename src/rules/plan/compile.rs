@@ -79,6 +79,22 @@ fn reference_reads(reference: &Reference, tree: Option<Tree>, source_reads: &mut
     }
 }
 
+/// The unit by which a rule is reconciled.
+struct Keying {
+    keyed: Keyed,
+    by_key: bool,
+    of_target: Option<OfTarget>,
+    touch: Option<FieldPath>,
+}
+
+/// The order of a rule's sources. With `by`, `sort` orders the groups, and accumulators read in the order of `_id`.
+fn sort_of(rule: &config::Rule) -> &[(String, i32)] {
+    match &rule.pattern {
+        Pattern::Aggregate(aggregate) if !aggregate.by.is_empty() => &[],
+        _ => rule.relation.sort.as_slice(),
+    }
+}
+
 impl Compiler<'_> {
     fn rule(&mut self, id: RuleId, rule: &config::Rule) -> Option<Rule> {
         let relation = &rule.relation;
@@ -87,11 +103,7 @@ impl Compiler<'_> {
         let target = self.side(&at.key("target"), &relation.target);
         self.created(&at, rule, source.as_ref(), target.as_ref());
         let reference = self.reference(&at, relation, source.as_ref(), target.as_ref());
-        // With `by`, `sort` orders the groups, and accumulators read in the order of `_id`.
-        let sort = match &rule.pattern {
-            Pattern::Aggregate(aggregate) if !aggregate.by.is_empty() => &[],
-            _ => relation.sort.as_slice(),
-        };
+        let sort = sort_of(rule);
         let parent = if matches!(rule.pattern, Pattern::Copy(_)) { Role::Target } else { Role::Source };
         let tree = relation.tree.map(|max_depth| Tree { parent, max_depth });
         let variables = reference.as_ref().map(Reference::variables).unwrap_or_default();
@@ -105,21 +117,9 @@ impl Compiler<'_> {
         self.sort_paths(&at, sort, &mut source_reads);
         let reference = reference?;
         let values = self.values(&at, rule, &reference, &mut source_reads)?;
-        let keyed = keyed(&at, &reference, &values).map_err(|mistake| self.mistakes.push(mistake));
-        let mut keyed = keyed.ok()?;
-        let of_target = std::mem::take(&mut self.of_target);
-        // The documents of a tree are reconciled one by one, and several keys of one target are looked up together.
-        let together = tree.is_some() || (keyed == Keyed::Target && values.gathers());
-        let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || together);
-        let touch = relation.touch.as_ref().and_then(|path| self.path(&at.key("touch"), path));
-        let by_key = keyed == Keyed::Value && of_target.is_none();
-        if touch.is_some() {
-            keyed = Keyed::Target;
-        }
+        let Keying { keyed, by_key, of_target, touch } = self.keying(&at, relation, (&reference, &values), tree)?;
         if let Some(of_target) = &of_target {
-            keyed = Keyed::Target;
             of_target.all().for_each(|path| target_reads.add(path.clone()));
-            self.of_target(&at, &reference, &values, of_target);
         }
         reference_reads(&reference, tree, &mut source_reads, &mut target_reads);
         let creates = Creates { keeps: values.keeps_when_empty(), ..Creates::default() };
@@ -157,6 +157,27 @@ impl Compiler<'_> {
         compiled.definition = definition(&compiled);
         self.check(&at, &compiled);
         Some(compiled)
+    }
+
+    fn keying(
+        &mut self,
+        at: &ConfigPath,
+        relation: &config::Relation,
+        (reference, values): (&Reference, &Values),
+        tree: Option<Tree>,
+    ) -> Option<Keying> {
+        let keyed = keyed(at, reference, values).map_err(|mistake| self.mistakes.push(mistake)).ok()?;
+        let of_target = std::mem::take(&mut self.of_target);
+        // The documents of a tree are reconciled one by one, and several keys of one target are looked up together.
+        let together = tree.is_some() || (keyed == Keyed::Target && values.gathers());
+        let of_target = Some(of_target).filter(|of_target| !of_target.is_empty() || together);
+        let touch = relation.touch.as_ref().and_then(|path| self.path(&at.key("touch"), path));
+        if let Some(of_target) = &of_target {
+            self.of_target(at, reference, values, of_target);
+        }
+        let by_key = keyed == Keyed::Value && of_target.is_none();
+        let keyed = if touch.is_some() || of_target.is_some() { Keyed::Target } else { keyed };
+        Some(Keying { keyed, by_key, of_target, touch })
     }
 
     /// Refuses combinations without a meaning in a compiled rule.

@@ -3,8 +3,9 @@
 use super::text::lines;
 use crate::{
     commands::status::{pace, share, short, since, stale},
-    status::{Backfill, CauseReport, Problem, Rule, Status},
+    status::{Backfill, CauseReport, Rule, Status},
 };
+use denormd_engine::metrics::RecentError;
 use denormd_model::text::duration;
 
 /// The causes as lines, each with the reason and the advice. Causes that concern one rule name it in the advice.
@@ -23,7 +24,7 @@ pub(super) fn cause(status: &Status, cause: &CauseReport, rule: Option<&str>, co
 }
 
 /// A recent error in one line.
-pub(super) fn problem(status: &Status, problem: &Problem) -> String {
+pub(super) fn problem(status: &Status, problem: &RecentError) -> String {
     let times = if problem.count > 1 { format!(", {} times", problem.count) } else { String::new() };
     let place = problem.rule.as_ref().map_or_else(String::new, |rule| format!("{rule}, "));
     format!("   {} ago{times}: {place}{}: {}", since(status, problem.last), problem.doing, problem.message)

@@ -34,7 +34,7 @@ pub(crate) struct Id {
 }
 
 /// `backfill`: the state, in the names of the first version.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 enum Backfill {
     #[serde(rename = "pending")]
     Pending,
@@ -42,6 +42,7 @@ enum Backfill {
     Manual,
     #[serde(rename = "done")]
     Done,
+    #[default]
     #[serde(rename = "held")]
     Held,
     #[serde(rename = "absent")]
@@ -57,7 +58,7 @@ struct Progress {
 }
 
 /// The fields that contain the state of a rule.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 struct Stored {
     #[serde(rename = "backfill")]
     backfill: Backfill,
@@ -147,19 +148,7 @@ impl Stored {
     }
 
     fn of(state: &RuleState) -> Self {
-        let mut stored = Self {
-            backfill: Backfill::Held,
-            after: Vec::new(),
-            in_sources: None,
-            reason: state.reason(),
-            detached: None,
-            paused: None,
-            suspended: None,
-            block: None,
-            block_reason: None,
-            until: None,
-            removals_agreed: None,
-        };
+        let mut stored = Self { backfill: Backfill::Held, reason: state.reason(), ..Self::default() };
         match state {
             RuleState::Backfilling { after, in_sources, .. } => {
                 (stored.backfill, stored.after) = (Backfill::Pending, after.iter().cloned().collect());

@@ -9,14 +9,13 @@ use crate::{
         tree::Tree,
     },
 };
-use denormd_model::field_path::FieldPath;
 
 /// A reason why a rule cannot be recursive.
 pub(super) struct Objection {
     /// The key of the rule that it concerns.
     pub key: &'static str,
     /// The reason.
-    pub message: String,
+    pub message: &'static str,
     /// A way out.
     pub hint: &'static str,
 }
@@ -24,20 +23,12 @@ pub(super) struct Objection {
 /// The reasons why a rule cannot be recursive. `shadow` rules write nothing that the next level could read.
 pub(super) fn objections(rule: &Rule, tree: Tree) -> Vec<Objection> {
     let mut out = Vec::new();
-    let mut object = |key, message: &str, hint| out.push(Objection { key, message: message.to_owned(), hint });
+    let mut object = |key, message, hint| out.push(Objection { key, message, hint });
     if rule.source.namespace != rule.target.namespace {
         let hint = "name one collection twice; a rule over two collections needs no `recursive`";
         object("recursive", "a tree is in one collection, and `source` and `target` are two", hint);
     }
-    let shape = match (tree.parent, rule.reference.pairs.as_slice()) {
-        (Role::Target, [pair]) => (pair.source.to_string() == "_id").then_some(&pair.target),
-        (Role::Source, [pair]) => (pair.target.to_string() == "_id").then_some(&pair.source),
-        _ => None,
-    };
-    let is_plain = |path: &&FieldPath| {
-        !path.has_each() && dbref_parent(path).is_none() && path.root() != "_id" && rule.reference.key_type.is_none()
-    };
-    if shape.as_ref().is_none_or(|x| !is_plain(x)) {
+    if !has_plain_parent(rule, tree) {
         let hint = match tree.parent {
             Role::Target => "match: { parent: _id }",
             Role::Source => "match: { _id: parent }",
@@ -83,4 +74,15 @@ pub(super) fn objections(rule: &Rule, tree: Tree) -> Vec<Objection> {
         object("recursive", "the rule reads none of the paths that it writes", hint);
     }
     out
+}
+
+/// True if one plain field of a document holds the `_id` of its parent as it is.
+fn has_plain_parent(rule: &Rule, tree: Tree) -> bool {
+    let [pair] = rule.reference.pairs.as_slice() else { return false };
+    let (id, parent) = match tree.parent {
+        Role::Target => (&pair.source, &pair.target),
+        Role::Source => (&pair.target, &pair.source),
+    };
+    let is_plain = !parent.has_each() && dbref_parent(parent).is_none() && parent.root() != "_id";
+    id.to_string() == "_id" && is_plain && rule.reference.key_type.is_none()
 }
