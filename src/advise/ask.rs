@@ -9,7 +9,7 @@ use bson::{Bson, Document, doc};
 use futures_util::TryStreamExt;
 use mongodb::Client;
 
-use denormd_model::namespace::Namespace;
+use denormd_model::{clock::millis, namespace::Namespace};
 use denormd_mongo::error::{Error, Kind, Result};
 
 use denormd_model::distribution::{Known, Unknown};
@@ -68,7 +68,7 @@ impl Ask {
 
     /// Runs a command that returns one document.
     pub async fn command(&self, database: &str, mut command: Document, needs: &str) -> Result<Known<Document>> {
-        command.insert("maxTimeMS", Bson::Int64(i64::try_from(TIMEOUT.as_millis()).unwrap_or(i64::MAX)));
+        command.insert("maxTimeMS", Bson::Int64(millis(TIMEOUT)));
         let started = Instant::now();
         let answer = Box::pin(self.client.database(database).run_command(command).into_future()).await;
         known(answer.map_err(Error::from), needs, database, started)

@@ -244,7 +244,7 @@ pub fn chosen<'a>(plan: &'a Plan, names: &[String]) -> Result<Vec<&'a Arc<Rule>>
         return Ok(plan.rules.iter().collect());
     }
     let find = |name: &String| {
-        plan.rules.iter().find(|rule| rule.name == *name).ok_or_else(|| {
+        plan.named(name).ok_or_else(|| {
             let known: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
             unknown_rule(format!("the config has no rule `{name}`"), name, "its rules are", &known)
         })
@@ -272,7 +272,7 @@ pub fn without_record(context: &Context, known: &[(String, RuleRecord)], rule: &
     let deployment = &context.dead_letters.deployment;
     let message = format!("the deployment `{deployment}` knows no rule `{rule}`: it has never run, or is pruned");
     let names: Vec<&str> = known.iter().map(|(name, _)| name.as_str()).collect();
-    let is_planned = context.plan.rules.iter().any(|planned| planned.name == rule);
+    let is_planned = context.plan.named(rule).is_some();
     let kind = if is_planned { Kind::State } else { Kind::Config };
     Error { kind, ..unknown_rule(message, rule, "known are", &names) }
 }

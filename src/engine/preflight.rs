@@ -565,8 +565,7 @@ async fn refused_value(server: &Server, rule: &Rule) -> Result<Option<ConfigPath
         } else {
             doc! {"$replaceWith": {"v": value.clone()}}
         };
-        let mut command = read::command("", vec![doc! {"$documents": [{}]}, stage]);
-        command.insert("aggregate", 1);
+        let mut command = read::command(1, vec![doc! {"$documents": [{}]}, stage]);
         command.insert("let", doc! {"element": {}, "target": {}, "targetElement": {}});
         let asked = server.database(&rule.source.namespace.database).run_command(over_no_documents(command)).await;
         match asked.map_err(Error::from) {

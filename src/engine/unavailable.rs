@@ -93,7 +93,7 @@ pub async fn watch(context: Arc<Context>, store: Store, stop: CancellationToken)
 async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Instant, Duration)>) -> Result<()> {
     for (name, state) in store.standing(&context.server).await? {
         let unavailable = matches!(state.state, RuleState::Unavailable { .. });
-        let rule = context.plan.rules.iter().find(|rule| rule.name == name);
+        let rule = context.plan.named(&name);
         let Some(rule) = rule.filter(|_| unavailable) else { continue };
         let (last, pause) = looks.get(&rule.id).copied().unwrap_or((Instant::now(), Duration::ZERO));
         if last.elapsed() < pause {

@@ -2,7 +2,7 @@
 
 use std::{
     cell::RefCell,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use bson::DateTime;
@@ -20,8 +20,14 @@ thread_local! {
 pub fn wall_millis() -> i64 {
     SIMULATED.with_borrow(|simulated| simulated.as_ref().map(|clock| clock())).unwrap_or_else(|| {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+        millis(since)
     })
+}
+
+/// A duration in milliseconds.
+#[must_use]
+pub fn millis(duration: Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }
 
 /// This machine's clock as a date.

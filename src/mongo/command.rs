@@ -27,7 +27,7 @@ use crate::{
     primary::{self, Primary, bounded},
     text,
 };
-use denormd_model::{distribution::number, namespace::Namespace, position::ClusterTime};
+use denormd_model::{clock::millis, distribution::number, namespace::Namespace, position::ClusterTime};
 
 /// Time limit for one read on the server.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
@@ -147,6 +147,11 @@ pub fn limited(mut command: Document, limit: Duration) -> Document {
 /// The documents of one batch, copied out of it.
 pub fn documents(batch: &RawBatch) -> Result<Vec<RawDocumentBuf>> {
     rows_of(batch)?.map(|row| Ok(row?.into_owned())).collect()
+}
+
+/// The rows of a read as documents.
+pub fn decoded(rows: &[RawDocumentBuf]) -> Result<Vec<Document>> {
+    rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
 }
 
 /// The documents of one batch, borrowed where possible.
@@ -484,9 +489,7 @@ impl Server {
     async fn server_now(&self) -> Result<i64> {
         let known = *self.clock.read().await;
         if let Some(clock) = known.filter(|clock| clock.at.elapsed() < CLOCK_AGE) {
-            return Ok(clock
-                .server_millis
-                .saturating_add(i64::try_from(clock.at.elapsed().as_millis()).unwrap_or(i64::MAX)));
+            return Ok(clock.server_millis.saturating_add(millis(clock.at.elapsed())));
         }
         let reply = Primary::of(&self.client).hello(HELLO).await?;
         let at = Instant::now();
@@ -650,10 +653,6 @@ fn take_reply(reply: Document, offset: usize, before: usize, written: &mut Writt
         });
     }
     Ok(())
-}
-
-fn millis(duration: Duration) -> i64 {
-    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]

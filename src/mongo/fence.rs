@@ -17,6 +17,7 @@ use std::{
 use tokio::time::Instant;
 
 use crate::error::{Error, Kind, Result};
+use denormd_model::clock::millis;
 
 /// Nothing is sent when less than this remains of the lease, in milliseconds.
 const LEAST: i64 = 200;
@@ -119,7 +120,7 @@ impl Window {
     /// The window of a command that is sent at `sent`, when the server's clock shows `now` or later. Half of the
     /// remaining lease is for starting and half for running.
     pub fn new(fence: Option<&Fence>, now: i64, timeout: Duration, sent: Instant) -> Result<Self> {
-        let mut timeout = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
+        let mut timeout = millis(timeout);
         if let Some(fence) = fence {
             let left = fence.end() - now;
             if left < LEAST {

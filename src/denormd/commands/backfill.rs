@@ -189,7 +189,7 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
 
 /// The effect of a backfill on the values of a rule that is blocked, each in a few words.
 async fn objections(context: &Context, rule: &str, reason: &BlockReason) -> Vec<String> {
-    let rule = context.plan.rules.iter().find(|known| known.name == rule);
+    let rule = context.plan.named(rule);
     match (reason, rule) {
         (BlockReason::Adoption(adoption), _) => adoption.causes.clone(),
         (BlockReason::SourceGone | BlockReason::RemovalLimit, Some(rule)) => {

@@ -73,7 +73,7 @@ async fn chosen(context: &Context, which: &Letters) -> Result<Chosen, Error> {
 
 /// An error for a rule that neither the config nor the state has.
 async fn is_known(context: &Context, rule: &str) -> Result<(), Error> {
-    if context.plan.rules.iter().any(|known| known.name == rule) {
+    if context.plan.named(rule).is_some() {
         return Ok(());
     }
     let (dead_letters, server) = (&context.dead_letters, &context.server);
@@ -170,7 +170,7 @@ async fn drop(context: &Context, output: Output, chosen: &Chosen) -> Result<(), 
 
 /// The collection of the document that `side` means, `source` or `target`, with a space; nothing for a removed rule.
 fn collection(context: &Context, dead_letter: &DeadLetter, side: &str) -> String {
-    let rule = context.plan.rules.iter().find(|rule| rule.name == dead_letter.rule);
+    let rule = context.plan.named(&dead_letter.rule);
     rule.map_or_else(String::new, |rule| match side {
         "source" => format!("{} ", rule.source.namespace),
         "target" => format!("{} ", rule.target.namespace),

@@ -7,7 +7,7 @@ use crate::{
     commands::{Failure, print, print_json, terminal::fitted},
 };
 use denormd_engine::events::{Event, Journal};
-use denormd_model::clock::wall_millis;
+use denormd_model::clock::{millis, wall_millis};
 use denormd_mongo::{Server, connect};
 use denormd_rules::config::Loaded;
 
@@ -19,7 +19,7 @@ pub async fn events(loaded: &Loaded, output: Output, since: Duration) -> Result<
     let config = &loaded.config;
     let server = Server::new(connect::connect(&config.mongodb.uri).await?);
     let journal = Journal::new(server, &config.state.database, &config.name);
-    let from = wall_millis() - i64::try_from(since.as_millis()).unwrap_or(i64::MAX);
+    let from = wall_millis() - millis(since);
     let events = journal.read(from, LIMIT).await?;
     match output {
         Output::Text if events.is_empty() => print("nothing has happened in this time; --since looks further back\n"),

@@ -47,7 +47,7 @@ pub async fn request(
 pub async fn ready(loaded: &Loaded, context: &Arc<Context>, gone: &[&str]) -> Result<(), Failure> {
     let config = &loaded.config;
     let store = Store::open(&context.server, &config.state.database, &config.name).await?;
-    let is_planned = |name: &str| context.plan.rules.iter().any(|rule| rule.name == name);
+    let is_planned = |name: &str| context.plan.named(name).is_some();
     let known = store.standing(&context.server).await?.into_iter();
     // A rule that is blocked before its first write is not removed with the others: it has written nothing.
     let is_new = |record: &RuleRecord| matches!(record.state.block(), Some(BlockReason::Adoption(_)));

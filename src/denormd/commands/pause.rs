@@ -194,7 +194,7 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
     let mut unled = Vec::new();
     for name in &resumed {
         let led = noticed(&store, &context.server, name).await?;
-        let is_planned = context.plan.rules.iter().any(|rule| rule.name == *name);
+        let is_planned = context.plan.named(name).is_some();
         let by = match (led, is_planned) {
             (true, _) => ", and backfilled by the leader",
             (false, true) => "",

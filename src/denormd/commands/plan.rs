@@ -136,7 +136,7 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) ->
     live.blocked =
         live.inspections.iter().filter_map(|inspection| blocked(plan, inspection, &earlier, &suspected)).collect();
     for inspection in &live.inspections {
-        let Some(rule) = plan.rules.iter().find(|rule| rule.name == inspection.rule) else { continue };
+        let Some(rule) = plan.named(&inspection.rule) else { continue };
         for problem in inspection.problems(rule) {
             report((loaded, output), rule, problem, &mut suspected, &mut live.findings);
         }
@@ -154,7 +154,7 @@ async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>, Failure> {
     let mut known: BTreeMap<String, Doubts> = BTreeMap::new();
     for finding in &mut findings {
         let Some(fix) = &finding.fix else { continue };
-        let Some(rule) = plan.rules.iter().find(|rule| rule.name == finding.rule) else { continue };
+        let Some(rule) = plan.named(&finding.rule) else { continue };
         let doubts = match known.remove(&rule.name) {
             Some(doubts) => doubts,
             None => Box::pin(doubts(server, plan, rule)).await?,
@@ -389,7 +389,7 @@ fn blocked(
     earlier: &BTreeMap<String, Document>,
     suspected: &[Mistake],
 ) -> Option<(String, String)> {
-    let rule = plan.rules.iter().find(|rule| rule.name == inspection.rule)?;
+    let rule = plan.named(&inspection.rule)?;
     let before = earlier.get(&rule.name);
     if rule.adopt || rule.shadow || before.is_some_and(|before| rule.has_definition(before)) {
         return None;

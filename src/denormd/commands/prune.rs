@@ -19,7 +19,7 @@ use denormd_rules::config::Loaded;
 pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run: bool) -> Result<(), Failure> {
     let (context, store) = connected(loaded).await?;
     let known = store.rules(&context.server).await?;
-    let is_active = |rule: &str| context.plan.rules.iter().any(|active| active.name == rule);
+    let is_active = |rule: &str| context.plan.named(rule).is_some();
     if let Some(rule) = rule.filter(|rule| known.iter().all(|(name, _)| name != rule)) {
         return Err(without_record(&context, &known, rule).into());
     }

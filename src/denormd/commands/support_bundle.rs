@@ -24,7 +24,10 @@ use denormd_engine::{
     metrics::Metrics,
     preflight::{self, Finding},
 };
-use denormd_model::{clock::wall_millis, namespace::Namespace};
+use denormd_model::{
+    clock::{millis, wall_millis},
+    namespace::Namespace,
+};
 use denormd_mongo::{
     Server,
     error::{Error, Kind, Result},
@@ -143,7 +146,7 @@ async fn gather(loaded: &Loaded, plan: Plan, bundle: &mut Json) -> Result<(), Fa
     }
     bundle["collections"] = collections.into();
     let journal = Journal::new(server.unfenced(), &config.state.database, &config.name);
-    let since = wall_millis() - i64::try_from(WEEK.as_millis()).unwrap_or(i64::MAX);
+    let since = wall_millis() - millis(WEEK);
     bundle["events"] = or_reason(journal.read(since, MOST).await.map(|events| json!(events)));
     let hidden = Hidden(RandomState::new());
     for name in [

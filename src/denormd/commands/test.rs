@@ -88,7 +88,7 @@ pub async fn test(loaded: &Loaded, output: Output, files: &[PathBuf], uri: Optio
 fn in_memory(plan: &Plan, given: &Collections) -> Result<(Collections, Vec<Problem>), Failure> {
     let mut after = given.clone();
     let concerned = |rule: &String| {
-        let rule = plan.rules.iter().find(|known| known.name == *rule);
+        let rule = plan.named(rule);
         let holds = |namespace: &Namespace| given.get(&namespace.to_string()).is_some_and(|docs| !docs.is_empty());
         rule.is_some_and(|rule| {
             holds(&rule.target.namespace) || (rule.creates.is_some() && holds(&rule.source.namespace))

@@ -24,7 +24,7 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
     let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else {
         return Err(without_record(&context, &known, rule).into());
     };
-    let is_planned = context.plan.rules.iter().any(|planned| planned.name == rule);
+    let is_planned = context.plan.named(rule).is_some();
     let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
     if !dry_run && is_running(record) && (is_planned || led) {
         let error = Error::new(Kind::State, format!("`{rule}` is running, and would replace the old values again"));

@@ -52,7 +52,7 @@ async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -
     let (server, dead_letters) = (&context.server, &context.dead_letters);
     let store = Store::open(&server.unfenced(), &dead_letters.database, &dead_letters.deployment).await?;
     let known = store.rules(server).await?;
-    if !context.plan.rules.iter().any(|planned| planned.name == rule) {
+    if context.plan.named(rule).is_none() {
         return Ok(Requested::UnknownRule);
     }
     let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Requested::UnknownRule) };

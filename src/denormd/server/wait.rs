@@ -196,7 +196,7 @@ impl Whole {
         except.extend(self.starting.iter().cloned());
         let mut except = plan.with_fed(except);
         except.extend(plan.rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone()));
-        except.retain(|name| plan.rules.iter().any(|rule| rule.name == *name));
+        except.retain(|name| plan.named(name).is_some());
         Ok(except)
     }
 }

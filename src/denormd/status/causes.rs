@@ -11,7 +11,7 @@ use denormd_engine::{
     snapshot::Snapshot,
 };
 use denormd_model::{
-    clock::wall_millis,
+    clock::{millis, wall_millis},
     rule_state::{BlockReason, RuleState},
 };
 use denormd_mongo::error::Kind;
@@ -88,7 +88,7 @@ fn of_the_instance(
     };
     let answered = state.probes.answered().unwrap_or(state.times.began).elapsed();
     if answered >= SILENT && state.unanswered.as_ref().is_none_or(|(kind, _)| kind.means_no_answer()) {
-        let age = i64::try_from(answered.as_millis()).unwrap_or(i64::MAX);
+        let age = millis(answered);
         say(Cause::NoPrimary, Vec::new(), Some(now - age));
     } else if let Leadership::Unknown { since } = leadership {
         say(Cause::LeaseUnreadable, Vec::new(), Some(*since));
@@ -218,7 +218,7 @@ fn names(seen: &Snapshot, rules: &BTreeSet<usize>) -> Vec<String> {
 
 /// The errors that count as current.
 fn recent(metrics: &Metrics) -> impl Iterator<Item = RecentError> {
-    let from = wall_millis() - i64::try_from(RECENT.as_millis()).unwrap_or(i64::MAX);
+    let from = wall_millis() - millis(RECENT);
     metrics.recent_errors().into_iter().filter(move |line| line.last >= from)
 }
 

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use denormd_engine::{deployment::lease::Holder, events::Event};
+use denormd_model::clock::millis;
 
 /// Time without a read or a renewal after which a lease counts as unknown. It is read once a second and renewed every
 /// two seconds, so this has passed five seconds after the beginning of an outage.
@@ -153,10 +154,6 @@ impl Leadership {
             _ => None,
         }
     }
-}
-
-fn millis(duration: Duration) -> i64 {
-    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use denormd_engine::{
     snapshot::Snapshot,
 };
 use denormd_model::{
-    clock::wall_millis,
+    clock::{millis, wall_millis},
     distribution::{number, ratio},
     position::ClusterTime,
     rule_state::RuleState,
@@ -183,7 +183,7 @@ impl Board {
         };
         let Ok(Ok(known)) = tokio::time::timeout(TIMEOUT, read).await else { return };
         let left = known.iter().flat_map(|(name, record)| {
-            let active = context.plan.rules.iter().any(|rule| rule.name == *name);
+            let active = context.plan.named(name).is_some();
             let fields = retired(&context.plan, record, active).into_iter();
             fields.map(|left| RetiredField {
                 rule: name.clone(),
@@ -250,7 +250,7 @@ async fn canary(context: &Context) -> Result<ClusterTime> {
     let command = doc! {
         "update": CANARIES,
         "updates": [{"q": {"_id": &dead_letters.deployment}, "u": {"$currentDate": {"sent": true}}, "upsert": true}],
-        "writeConcern": {"w": "majority", "wtimeout": i64::try_from(TIMEOUT.as_millis()).unwrap_or(i64::MAX)},
+        "writeConcern": {"w": "majority", "wtimeout": millis(TIMEOUT)},
     };
     let reply = context.server.database(&dead_letters.database).run_command(command).await?;
     if reply.contains_key("writeErrors") || reply.contains_key("writeConcernError") {

@@ -144,7 +144,7 @@ impl Store {
 
     /// True if a backfill of a rule in the plan, or a fan-out job, is open.
     pub async fn has_open_jobs(&self, server: &Server, plan: &Plan) -> Result<bool> {
-        let is_planned = |name: &str| plan.rules.iter().any(|rule| rule.name == name);
+        let is_planned = |name: &str| plan.named(name).is_some();
         let open = |(name, record): &(String, RuleRecord)| record.state.is_backfilling() && is_planned(name);
         Ok(self.standing(server).await?.iter().any(open) || self.is_fanning_out(server, None).await?)
     }

@@ -127,8 +127,7 @@ impl From<Stored> for Instance {
 }
 
 fn alive(ttl: Duration) -> Document {
-    let millis = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
-    doc! {"$gt": ["$seen", {"$subtract": ["$$NOW", millis]}]}
+    doc! {"$gt": ["$seen", {"$subtract": ["$$NOW", clock::millis(ttl)]}]}
 }
 
 /// One instance's entry in its deployment. It is announced until this is dropped or leaves.

@@ -32,7 +32,7 @@ use crate::{
     },
     events::{host, instance_name},
 };
-use denormd_model::{failpoint, partition::of_deployment};
+use denormd_model::{clock::millis, failpoint, partition::of_deployment};
 use denormd_mongo::{
     Connection, End, Fence, Server, bounded, code,
     error::{Error, Result},
@@ -444,8 +444,4 @@ fn until_of(doc: &Document) -> Result<End> {
         _ => doc.get_datetime("cluster_until").map_err(unreadable)?.timestamp_millis(),
     };
     Ok(End { server, cluster })
-}
-
-fn millis(duration: Duration) -> i64 {
-    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }

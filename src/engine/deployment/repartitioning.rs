@@ -30,7 +30,7 @@ use crate::{
     deployment::lease,
     request::Task,
 };
-use denormd_model::{key::Key, partition::Partition, stored_key::loaded};
+use denormd_model::{clock::millis, key::Key, partition::Partition, stored_key::loaded};
 use denormd_mongo::{
     Server, code,
     error::{Error, Result},
@@ -116,12 +116,12 @@ impl Repartitioning<'_> {
 
     /// Marks the leases of partitions that have state but no lease: they may have a leader that has not noticed yet.
     async fn suspect_leaders(&self, ttl: Duration) -> Result<()> {
-        let millis = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
+        let ttl = millis(ttl);
         for id in &self.old {
             if highest_term(self.server, self.database, id).await? == 0 {
                 continue;
             }
-            let state = doc! {"owner": "unknown", "until": {"$add": ["$$NOW", millis]}, "term": 0_i64};
+            let state = doc! {"owner": "unknown", "until": {"$add": ["$$NOW", ttl]}, "term": 0_i64};
             let missing = doc! {"_id": id, "term": {"$exists": false}};
             let leases = self.server.collection(self.database, lease::COLLECTION);
             let marked = leases.update_one(missing, vec![doc! {"$set": state}]).upsert(true).await;

@@ -22,7 +22,8 @@ use crate::reconcile::{
 use denormd_model::{field_path::FieldPath, key::Key, position::ClusterTime, text::counted};
 use denormd_mongo::{
     Reads,
-    error::{Error, Kind, Result},
+    command::decoded,
+    error::{Kind, Result},
 };
 use denormd_rules::{
     config::{Mistake, OnMissing},
@@ -439,8 +440,7 @@ impl Counting<'_> {
                         return Ok(false);
                     }
                     let (part, rest) = rows.split_at(within(rows, self.context.limits.batch_bytes));
-                    let targets = part.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
-                    if !self.compare(targets.collect::<Result<_>>()?).await? {
+                    if !self.compare(decoded(part)?).await? {
                         return Ok(false);
                     }
                     rows = rest;

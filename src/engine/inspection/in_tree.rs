@@ -25,7 +25,7 @@ use denormd_model::{
 };
 use denormd_mongo::{
     Reads,
-    command::limited,
+    command::{decoded, limited},
     error::{Error, Kind, Result},
 };
 use denormd_rules::plan::{
@@ -102,8 +102,7 @@ async fn documents(context: &Context, rule: &Rule, tree: Tree, after: ClusterTim
         "find": &target.collection, "filter": rule.target.filter.clone().unwrap_or_default(), "projection": fields,
         "batchSize": 10_000, "collation": simple_collation(),
     };
-    let rows = context.server.read(&target.database, limited(command, READ), Reads { after }).await?;
-    rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
+    decoded(&context.server.read(&target.database, limited(command, READ), Reads { after }).await?)
 }
 
 /// The documents of a tree, each level after those that it reads.

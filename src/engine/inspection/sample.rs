@@ -27,10 +27,7 @@ use denormd_model::{
     field_path::{Segment, value_at},
     key::{Key, id_of, whole_number},
 };
-use denormd_mongo::{
-    Reads,
-    error::{Error, Result},
-};
+use denormd_mongo::{Reads, command::decoded, error::Result};
 use denormd_rules::plan::{Rule, Side, Values, reference::Role};
 
 /// The most bytes that a document may have.
@@ -470,7 +467,7 @@ impl Pass {
         }
         let mut groups = Vec::new();
         let mut groups_of: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
-        for row in documents(&rows)? {
+        for row in decoded(&rows)? {
             let Ok(document) = row.get_document("_id") else { continue };
             for key in self::keys(rule, role, document) {
                 groups_of.entry(key).or_default().push(groups.len());
@@ -514,11 +511,7 @@ pub(super) async fn sampled(
         "aggregate": &side.namespace.collection, "pipeline": stages, "cursor": {}, "allowDiskUse": true,
         "collation": read::simple_collation(),
     };
-    documents(&context.server.read(&side.namespace.database, command, Reads::default()).await?)
-}
-
-fn documents(rows: &[RawDocumentBuf]) -> Result<Vec<Document>> {
-    rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
+    decoded(&context.server.read(&side.namespace.database, command, Reads::default()).await?)
 }
 
 /// Removes the targets that the server would refuse to write. Returns the places because of which it would.
@@ -594,7 +587,7 @@ pub(super) async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], 
         command.insert("projection", rule.reference.projection(other));
         command.insert("limit", FOUND);
         command.remove("sort");
-        let found = documents(&context.server.read(&side.namespace.database, command, Reads::default()).await?)?;
+        let found = decoded(&context.server.read(&side.namespace.database, command, Reads::default()).await?)?;
         // Some keys have so many documents that others may have been cut off.
         if found.len() >= usize::try_from(FOUND).unwrap_or(usize::MAX) && keys.len() > 1 {
             let (front, back) = keys.split_at(keys.len() / 2);
@@ -679,7 +672,7 @@ async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Resul
     let ids: Vec<Bson> = changing.iter().map(|compared| compared.target.clone()).collect();
     let command =
         doc! {"find": &namespace.collection, "filter": {"_id": {"$in": ids}}, "collation": read::simple_collation()};
-    let mut targets = documents(&context.server.read(&namespace.database, command, Reads::default()).await?)?;
+    let mut targets = decoded(&context.server.read(&namespace.database, command, Reads::default()).await?)?;
     for target in &mut targets {
         let id = id_of(target);
         if let Some(compared) = changing.iter().find(|compared| compared.target == id) {

@@ -15,10 +15,7 @@ use denormd_model::{
     namespace::Namespace,
     shape::{Field, Shape},
 };
-use denormd_mongo::{
-    Reads, Server,
-    error::{Error, Result},
-};
+use denormd_mongo::{Reads, Server, command::decoded, error::Result};
 use denormd_rules::{
     config::{ConfigPath, KeyType, Mistake},
     plan::{
@@ -202,10 +199,7 @@ async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>)
         "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": TIMEOUT, "allowDiskUse": true,
     };
     match server.read(&namespace.database, command, Reads::default()).await {
-        Ok(rows) => {
-            let documents = rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
-            Ok(Some(documents.collect::<Result<_>>()?))
-        }
+        Ok(rows) => Ok(Some(decoded(&rows)?)),
         Err(error) if error.leaves_unknown() => Ok(None),
         Err(error) => Err(error),
     }

@@ -31,6 +31,7 @@ use crate::{
 use denormd_model::{failpoint, key::Key, position::ClusterTime};
 use denormd_mongo::{
     Pages, Reads,
+    command::decoded,
     error::{Error, Kind, Result},
 };
 use denormd_rules::plan::{Rule, reference::Role};
@@ -201,10 +202,7 @@ impl<'a> Check<'a> {
                 page.targets
             }
             Reading::Sample { pages, sources, done } => match pages.next().await? {
-                Some(rows) => rows
-                    .iter()
-                    .map(|row| Document::try_from(row.as_ref()).map_err(Error::from))
-                    .collect::<Result<_>>()?,
+                Some(rows) => decoded(&rows)?,
                 None => {
                     *done = true;
                     absent_in_sample(self.context, self.rule, *sources, time).await?
@@ -355,8 +353,7 @@ async fn absent_in_sample(context: &Context, rule: &Rule, size: u64, time: Clust
     let mut pages = context.server.pages(&rule.source.namespace.database, command, Reads::default()).await?;
     let mut absent = Vec::new();
     while let Some(page) = pages.next().await? {
-        let sources = page.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
-        absent.extend(context.documents_of(rule, &sources.collect::<Result<Vec<_>>>()?, time).await?.absent);
+        absent.extend(context.documents_of(rule, &decoded(&page)?, time).await?.absent);
     }
     Ok(absent)
 }

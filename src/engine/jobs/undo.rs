@@ -92,7 +92,7 @@ pub async fn carry_out(
 ) -> Result<RequestOutcome> {
     let known = store.standing(&context.server).await?;
     let record = known.into_iter().find(|(name, _)| *name == asked.rule).map(|(_, record)| record);
-    let rule = context.plan.rules.iter().find(|rule| rule.name == asked.rule);
+    let rule = context.plan.named(&asked.rule);
     if let Some(rule) = rule {
         let stopped = record.as_ref().filter(|record| !is_running(record));
         let Some(record) = stopped else { return Ok(RequestOutcome::Refused(format!("`{}` is running", asked.rule))) };
@@ -153,7 +153,7 @@ async fn put_back(
     let rule = asked.rule.as_str();
     let kept = context.kept();
     let whole = Store::open(&context.server.unfenced(), kept.database, kept.deployment).await?;
-    let is_planned = context.plan.rules.iter().any(|planned| planned.name == rule);
+    let is_planned = context.plan.named(rule).is_some();
     let mut after: Option<Document> = None;
     loop {
         // A pause may end, an index or a source may come back, or somebody resumes the rule.

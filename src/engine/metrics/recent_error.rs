@@ -4,7 +4,7 @@ use std::{collections::VecDeque, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use denormd_model::clock::wall_millis;
+use denormd_model::clock::{millis, wall_millis};
 
 /// Maximum number of entries.
 const KEPT: usize = 50;
@@ -62,7 +62,7 @@ impl RecentErrors {
     }
 
     pub fn met(&self, reasons: &[&str], window: Duration) -> bool {
-        let from = wall_millis() - i64::try_from(window.as_millis()).unwrap_or(i64::MAX);
+        let from = wall_millis() - millis(window);
         self.lines.iter().rev().take_while(|line| line.last >= from).any(|line| reasons.contains(&line.reason.as_str()))
     }
 }

@@ -88,7 +88,7 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<R
     let Context { server, dead_letters, plan, limits, .. } = context;
     let mut reading = Duration::ZERO;
     let mut last: Option<RawDocumentBuf> = None;
-    let rule = |dead_letter: &DeadLetter| plan.rules.iter().find(|rule| rule.name == dead_letter.rule);
+    let rule = |dead_letter: &DeadLetter| plan.named(&dead_letter.rule);
     // The requests of a rule that is stopped are dropped, and count as done.
     let runs =
         |dead_letter: &DeadLetter| rule(dead_letter).is_some_and(|rule| context.published.borrow().runs(rule.id.0));
@@ -151,7 +151,7 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
                     return Ok(Some(OperatorRequest { work, ..asked }));
                 }
             };
-            let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == asked.rule) else {
+            let Some(rule) = context.plan.named(&asked.rule) else {
                 store.refuse_request(&context.server, asked.id, "the leader has no rule of that name").await?;
                 continue;
             };

@@ -76,7 +76,7 @@ pub(super) async fn resume(context: &Context, rule: &Rule, keeping: Option<Keepi
 /// Ends the keeping after a rule's backfill, once its fan-out jobs are done: they write targets that the backfill has
 /// left to them. A failure is tried again a second later.
 pub(super) async fn end(context: &Context, store: &Store, name: &str, generation: i64) {
-    let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == name) else { return };
+    let Some(rule) = context.plan.named(name) else { return };
     let ended = async {
         if store.is_fanning_out(&context.server, Some(name)).await? {
             return Ok(false);
@@ -101,7 +101,7 @@ pub(super) async fn expire(context: Arc<Context>, stop: CancellationToken) {
     let mut pause = FIRST;
     while stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_some() {
         pause = EXPIRE_EVERY;
-        let age = i64::try_from(context.undo.keep.as_millis()).unwrap_or(i64::MAX);
+        let age = clock::millis(context.undo.keep);
         let before = DateTime::from_millis(clock::wall_millis().saturating_sub(age));
         match context.kept().expire(before).await {
             Ok(0) => {}

@@ -42,7 +42,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
     }
     remove_absent(context, store, &known).await?;
     for (name, record) in store.standing(&context.server).await? {
-        let Some(rule) = context.plan.rules.iter().find(|rule| rule.name == name) else { continue };
+        let Some(rule) = context.plan.named(&name) else { continue };
         if record.degraded {
             rules.lose(rule.id);
         }
@@ -99,7 +99,7 @@ async fn register(
 
 /// Ends the work of recorded rules that are not in the config.
 async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<()> {
-    for (name, record) in known.iter().filter(|(name, _)| !context.plan.rules.iter().any(|rule| rule.name == *name)) {
+    for (name, record) in known.iter().filter(|(name, _)| context.plan.named(name).is_none()) {
         // A rule that is blocked before its first write has written nothing, and stays blocked when it returns.
         if record.state != RuleState::Removed && !is_blocked(record) {
             // Values that the application writes while the rule is absent belong to the application. A pause ends with

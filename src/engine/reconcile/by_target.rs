@@ -154,9 +154,7 @@ fn sources_of(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>
             doc! {"$replaceWith": {"$cond": [{"$eq": ["$s", []]}, without, found]}}
         }
     });
-    let mut command = read::command("", stages);
-    command.insert("aggregate", 1);
-    command
+    read::command(1, stages)
 }
 
 /// Replaces the fields of a source that the rule writes by those in `values`, where `ids` has its `_id`.
@@ -178,9 +176,7 @@ pub fn source_ids(rule: &Rule, target: Referrer<'_>, limit: i64) -> Document {
     inner.extend([doc! {"$sort": read::order(rule)}, doc! {"$limit": limit}, doc! {"$project": {"_id": 1}}]);
     let mut stages = lookups(rule, asked(rule, &[target], None), &inner);
     stages.push(doc! {"$replaceWith": {"n": "$r.n", "ids": "$s._id"}});
-    let mut command = read::command("", stages);
-    command.insert("aggregate", 1);
-    command
+    read::command(1, stages)
 }
 
 /// The stages that give each of the `asked` documents the results `s` of the inner stages.

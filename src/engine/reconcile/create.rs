@@ -122,9 +122,7 @@ pub fn buckets_of(rule: &Rule, keys: &[&Key]) -> Document {
     });
     let values: Vec<Document> = values.collect();
     let stages = vec![doc! {"$documents": wanted.collect::<Vec<_>>()}, doc! {"$replaceWith": {"k": values}}];
-    let mut command = read::command("", stages);
-    command.insert("aggregate", 1);
-    command
+    read::command(1, stages)
 }
 
 /// Most keys or `_id`s in one command.

@@ -246,7 +246,9 @@ fn rows(rule: &Rule, gathered: Order, edges: bool, of: RowOf) -> Vec<Document> {
     stages
 }
 
-pub(crate) fn command(collection: &str, stages: Vec<Document>) -> Document {
+/// An `aggregate` command on a collection, or 1 for none.
+pub(crate) fn command(collection: impl Into<Bson>, stages: Vec<Document>) -> Document {
+    let collection: Bson = collection.into();
     doc! {"aggregate": collection, "pipeline": stages, "cursor": {"batchSize": 10_000}, "collation": simple_collation(), "allowDiskUse": true}
 }
 
@@ -651,9 +653,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
         doc! {"$match": {"e": {"$ne": []}}},
         doc! {"$replaceWith": row},
     ];
-    let mut command = command("", stages);
-    command.insert("aggregate", 1);
-    Some(command)
+    Some(command(1, stages))
 }
 
 /// The elements that a lookup has found, in the rule's order.
@@ -783,9 +783,7 @@ fn accumulated(group: &mut Document, name: String, accumulator: &Bson) -> Bson {
 pub fn no_input(rule: &Rule) -> Option<Document> {
     let values = values_without_source(rule).filter(|_| rule.of_target.is_none())?;
     let stages = vec![doc! {"$documents": [{}]}, doc! {"$replaceWith": {"k": [], "v": values}}];
-    let mut command = command("", stages);
-    command.insert("aggregate", 1);
-    Some(command)
+    Some(command(1, stages))
 }
 
 /// The expressions for the values of a key without sources, if only a server can compute them.

@@ -22,7 +22,7 @@ use crate::{
     },
     request::{Scope, Task},
 };
-use denormd_model::{failpoint, key::Key, position::ClusterTime};
+use denormd_model::{clock::millis, failpoint, key::Key, position::ClusterTime};
 use denormd_mongo::{
     Written,
     error::{Error, Kind, Reaction, Result},
@@ -231,7 +231,7 @@ impl Run<'_> {
         let rest = statement::unfinished(self.rule, desired);
         let size = i32::try_from(SAMPLE).unwrap_or(i32::MAX);
         let mut command = read::some_of_rest(self.rule, key, rest.as_ref(), size);
-        command.insert("maxTimeMS", i64::try_from(self.context.limits.write_timeout.as_millis()).unwrap_or(i64::MAX));
+        command.insert("maxTimeMS", millis(self.context.limits.write_timeout));
         // Without an answer, there is one part.
         let rows = self.read(Role::Target, command, ClusterTime::default()).await.unwrap_or_default();
         let count = if rows.len() >= SAMPLE / 4 { PARTS } else { 1 };

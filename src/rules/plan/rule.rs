@@ -49,6 +49,12 @@ impl Plan {
         &self.rules[id.0]
     }
 
+    /// The rule of this name.
+    #[must_use]
+    pub fn named(&self, name: &str) -> Option<&Arc<Rule>> {
+        self.rules.iter().find(|rule| rule.name == name)
+    }
+
     /// A plan with one rule, to check the requirements of that rule. Its id is still that of the whole plan.
     #[must_use]
     pub fn only(&self, id: RuleId) -> Self {

@@ -235,7 +235,7 @@ pub(crate) fn is_in_config() -> Document {
 
 /// The end of a pause of this length, by the server's clock, against which it is checked too.
 pub(crate) fn end_of_pause(time: Duration) -> Document {
-    doc! {"$add": ["$$NOW", i64::try_from(time.as_millis()).unwrap_or(i64::MAX)]}
+    doc! {"$add": ["$$NOW", clock::millis(time)]}
 }
 
 /// A filter for this generation. State from before generations existed has no such field.
