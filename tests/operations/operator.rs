@@ -579,6 +579,24 @@ async fn a_pause_outlasts_a_change_that_is_blocked() {
     program.run(&["unblock", "host"]).await.exits(0);
     log_has(&db, doc! {"label": "old"}).await;
     daemon.stop().await;
+
+    // Paused and changed once more, it leaves the config: `pause --all` waited for it without end.
+    set(&db, "logs", doc! {"floor": 5}).await;
+    program.run(&["pause", "host"]).await.exits(0);
+    program.write(&config(&test, &HOST.replace("ip: $ip", "floor: $ip")));
+    let daemon = program.daemon();
+    until("the change is registered", async || {
+        let told = program.run(&["unblock", "host"]).await.exits(4);
+        told.err.contains("its first backfill would change existing data").then_some(())
+    })
+    .await;
+    daemon.stop().await;
+    program.write(&config(&test, &HOST.replace("name: host", "name: other").replace("ip: $ip", "other: $ip")));
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    let told = program.run(&["pause", "--all"]).await.exits(0);
+    assert!(told.err.contains("host is blocked"), "{}", told.err);
+    daemon.stop().await;
 }
 
 /// A rule in shadow counts what it would change, in the backfill and at each change, and changes nothing.

@@ -221,6 +221,9 @@ pub(super) fn stopped(rule: &str, state: &RuleState) -> Error {
     let error =
         Error::new(Kind::State, format!("rule `{rule}` is {}: {}", state.name(), state.reason().unwrap_or_default()));
     error.hint(match state {
+        RuleState::Paused { blocked: Some(_), .. } => {
+            format!("`denormd resume {rule}` ends the pause, and then `denormd unblock {rule}` the block")
+        }
         RuleState::Paused { .. } => format!("`denormd resume {rule}` lets it run again, by a backfill"),
         RuleState::Unavailable { .. } => {
             "`denormd plan` says what is missing; it comes back by itself when that is there, by a backfill".to_owned()

@@ -179,8 +179,8 @@ async fn take_effect(
     }
 }
 
-/// Resumes a paused rule, or all paused rules, with a backfill. A rule whose pause hides a
-/// block is blocked instead.
+/// Resumes a paused rule, or all paused rules, with a backfill. A rule that was blocked
+/// during its pause stays blocked.
 pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Result<(), Failure> {
     let (context, store) = connected(loaded).await?;
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
@@ -191,9 +191,17 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
         }
         notice(&format!("{name} is not paused any more, but blocked: {reason}"));
     }
-    let mut unled = Vec::new();
+    let (mut unled, mut failed) = (Vec::new(), None);
     for name in &resumed {
-        let led = noticed(&store, &context.server, name).await?;
+        let led = match noticed(&store, &context.server, name).await {
+            Ok(led) => led,
+            // The others are resumed, and reported.
+            Err(error) if rule.is_none() => {
+                failed.get_or_insert(error);
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
         let is_planned = context.plan.named(name).is_some();
         let by = match (led, is_planned) {
             (true, _) => ", and backfilled by the leader",
@@ -225,7 +233,7 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
             print(&text(&done));
         }
     }
-    Ok(())
+    failed.map_or(Ok(()), |error| Err(error.into()))
 }
 
 /// Ends the pauses of the rules. Returns those that run again, and those that are blocked now, with the reason.

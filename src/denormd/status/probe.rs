@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
     time::Duration,
 };
 
@@ -143,6 +144,9 @@ impl Board {
     async fn look(&self, context: &Context) {
         let (seen, written, pipelines) = {
             let state = self.state();
+            if !state.attached.values().any(|attached| Arc::as_ptr(attached) == std::ptr::from_ref(context)) {
+                return;
+            }
             (state.snapshot(), state.written(), state.pipelines)
         };
         let counted = tokio::time::timeout(TIMEOUT, dead_letters(context)).await;

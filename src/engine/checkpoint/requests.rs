@@ -218,7 +218,9 @@ impl Store {
     /// True if the command that made a request still waits for it. Work on it that takes long ends otherwise: the command may have
     /// been interrupted because the request was a mistake.
     pub async fn is_awaited(&self, server: &Server, id: ObjectId) -> Result<bool> {
-        let awaited = doc! {"_id": id, "refused": {"$exists": false}, "$expr": {"$not": [is_abandoned()]}};
+        // Commands of an earlier version give no sign of life.
+        let is_heard = doc! {"$or": [{"heard": {"$exists": false}}, {"$expr": {"$not": [is_abandoned()]}}]};
+        let awaited = doc! {"$and": [{"_id": id, "refused": {"$exists": false}}, is_heard]};
         Ok(bounded(server.collection(self.database(), REQUESTS).find_one(awaited)).await?.is_some())
     }
 

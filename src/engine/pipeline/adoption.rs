@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use bson::Document;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use crate::{
@@ -21,7 +22,7 @@ use denormd_model::{
     rule_state::{Adoption, BlockReason, RuleState},
 };
 use denormd_mongo::error::Result;
-use denormd_rules::plan::Rule;
+use denormd_rules::plan::{Rule, owned_paths};
 
 /// Rules whose existing data is counted at the same time: each holds a server answer of up to 16 MB, and the sources
 /// for a part of it.
@@ -71,9 +72,11 @@ async fn decision(
         Some(record) if is_blocked(record) => {
             last.filter(|last| last.definition == record.definition).and_then(|last| last.earlier)
         }
-        // `denormd undo` has put back the application's values.
-        before => before.filter(|record| record.undone.is_empty()).map(|record| record.definition.clone()),
+        before => before.map(|record| record.definition.clone()),
     };
+    // `denormd undo` has put back the application's values in fields of that definition.
+    let has_kept = |earlier: &Document| before.is_none_or(|record| !left_by_undo(record, earlier));
+    let earlier = earlier.filter(has_kept);
     let mut decision = Decision { definition: rule.definition.clone(), earlier, block: None };
     if rule.adopt {
         decisions.agree(&rule.name, &rule.definition).await?;
@@ -88,8 +91,16 @@ async fn decision(
     Ok(Some(decision))
 }
 
+/// True if `denormd undo` has put back values in a field that this definition owned.
+fn left_by_undo(record: &RuleRecord, definition: &Document) -> bool {
+    let collection = definition.get_document("target").and_then(|target| target.get_str("collection")).ok();
+    let owned = owned_paths(definition);
+    let mut undone = record.undone.iter().filter(|undone| Some(undone.collection.as_str()) == collection);
+    undone.any(|undone| owned.iter().any(|path| path.overlaps_loosely(&undone.path)))
+}
+
 /// Reasons against the first writes of a rule; none if there are no objections.
-async fn count(whole: &Context, rule: &Rule, earlier: Option<&bson::Document>) -> Result<Option<Adoption>> {
+async fn count(whole: &Context, rule: &Rule, earlier: Option<&Document>) -> Result<Option<Adoption>> {
     let own = owned_before(rule, earlier);
     let standing = if own.is_empty() { Standing::New } else { Standing::Changed };
     let figures = match Box::pin(figures(whole, rule, &own, false)).await {

@@ -101,9 +101,11 @@ async fn register(
 async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<()> {
     for (name, record) in known.iter().filter(|(name, _)| context.plan.named(name).is_none()) {
         // A rule that is blocked before its first write has written nothing, and stays blocked when it returns.
-        if record.state != RuleState::Removed && !is_blocked(record) {
-            // Values that the application writes while the rule is absent belong to the application. A pause ends with
-            // the rule.
+        // A pause ends with the rule.
+        if is_blocked(record) {
+            store.resume(&context.server, name).await?;
+        } else if record.state != RuleState::Removed {
+            // Values that the application writes while the rule is absent belong to the application.
             decisions_of(context).forget(name).await?;
             store.remove(&context.server, name).await?;
         }
@@ -162,7 +164,7 @@ fn log_stopped(rule: &str, state: &RuleState) {
         RuleState::Unavailable { .. } => {
             tracing::error!(rule, reason, "this rule is unavailable until the cluster has what it needs");
         }
-        RuleState::Paused { .. } => tracing::warn!(rule, "this rule is paused until `denormd resume {rule}`"),
+        RuleState::Paused { .. } => tracing::warn!(rule, reason, "this rule is paused until `denormd resume {rule}`"),
         RuleState::Backfilling { .. } | RuleState::AwaitingBackfill | RuleState::Live | RuleState::Removed => {}
     }
 }

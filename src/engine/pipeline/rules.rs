@@ -231,10 +231,14 @@ impl Pipeline {
         if !self.rules.take(rule, state.clone(), generation) {
             return;
         }
+        let is_released = released.is_some() && released != self.rules.released.get(&rule).copied();
         self.rules.released.extend(released.map(|until| (rule, until)));
         let name = &self.context.plan.rule(rule).name;
         match (&before, &state) {
-            (RuleState::Blocked(reason), after) if after.block().is_none() => {
+            // The state in between, blocked after a pause, may not have been read.
+            (RuleState::Blocked(reason) | RuleState::Paused { blocked: Some(reason), .. }, after)
+                if after.block().is_none() && (before.is_blocked() || is_released) =>
+            {
                 self.context.memory.removals.reset(rule);
                 // The loss was accepted: an absent source counts as empty.
                 if *reason == BlockReason::SourceGone {
