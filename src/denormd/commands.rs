@@ -32,7 +32,7 @@ use std::{io::Write, path::PathBuf, sync::Arc};
 use bson::{Bson, oid::ObjectId};
 
 use crate::{
-    cli::{Cli, Command, DaemonAddress},
+    cli::{Cli, Command, DaemonAddress, Output},
     server::client::{Daemon, Trust},
 };
 use denormd_engine::{
@@ -163,7 +163,7 @@ use top::top;
 
 /// Refuses `top` in a build without it.
 #[cfg(not(feature = "top"))]
-fn top(_: crate::cli::Output, _: Daemon) -> std::future::Ready<Result<(), Failure>> {
+fn top(_: Output, _: Daemon) -> std::future::Ready<Result<(), Failure>> {
     let error = Error::new(Kind::Config, "this program was built without `top`")
         .hint("`watch -n 2 denormd status` repeats the same figures; `cargo build --features top` adds it");
     std::future::ready(Err(error.into()))
@@ -203,6 +203,14 @@ pub fn print(text: &str) {
 /// Writes JSON to standard output.
 pub fn print_json(value: &impl serde::Serialize) {
     print(&format!("{:#}\n", serde_json::json!(value)));
+}
+
+/// Writes results to standard output, as text or as JSON.
+pub fn print_as(output: Output, text: impl FnOnce() -> String, json: impl FnOnce() -> serde_json::Value) {
+    match output {
+        Output::Text => print(&text()),
+        Output::Json => print_json(&json()),
+    }
 }
 
 /// Tells the user something beside the results: on standard error, so that standard output keeps what programs read.

@@ -19,10 +19,11 @@ mod timeline;
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     hash::{DefaultHasher, Hash, Hasher},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use prometheus::GaugeVec;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -558,8 +559,10 @@ impl Board {
     }
 
     fn publish(&self, state: &mut State, view: &View, now: i64) {
-        if let Some(snapshot) = &view.snapshot {
-            self.metrics.show(snapshot);
+        match (&view.snapshot, &view.leadership) {
+            (Some(snapshot), _) => self.metrics.show(snapshot),
+            (None, Leadership::Standby { .. }) => self.metrics.stands_by(),
+            (None, _) => {}
         }
         self.publish_lags(state, view, now);
         let metrics = &self.metrics;
@@ -640,6 +643,6 @@ impl Board {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }

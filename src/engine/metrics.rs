@@ -10,17 +10,18 @@ mod recent_error;
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicI64, Ordering},
     },
     time::Duration,
 };
-use tokio::time::Instant;
 
+use parking_lot::Mutex;
 use prometheus::{
     Encoder, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounterVec, IntGauge, IntGaugeVec, Opts,
     Registry, TextEncoder, core::Collector,
 };
+use tokio::time::Instant;
 
 pub use cause::Cause;
 use denormd_model::{clock::wall_millis, rule_state::RuleState};
@@ -106,14 +107,8 @@ pub struct Metrics {
     shadow_compared: IntCounterVec,
     shadow_differing: IntCounterVec,
     process: process::Process,
-    live: Mutex<Live>,
+    recent_errors: Mutex<RecentErrors>,
     clock: AtomicI64,
-}
-
-/// Current state, read by the status page and the metrics.
-#[derive(Debug, Default)]
-struct Live {
-    recent_errors: RecentErrors,
 }
 
 /// Outcome of reconciling one key.
@@ -228,7 +223,7 @@ impl Metrics {
             shadow_compared: f.int_counter_vec("denormd_shadow_compared_total", "Targets compared by a rule in shadow mode.", &["rule"])?,
             shadow_differing: f.int_counter_vec("denormd_shadow_differing_total", "Targets that a rule in shadow mode would have changed.", &["rule"])?,
             process: process::Process::new(&f)?,
-            live: Mutex::default(),
+            recent_errors: Mutex::default(),
             clock: AtomicI64::new(0),
             registry,
         };
@@ -361,20 +356,20 @@ impl Metrics {
 
     /// Adds an error to the recent errors. The error's text contains no values, see [`Error`].
     pub fn record_error(&self, rule: Option<&str>, doing: &'static str, error: &Error) {
-        self.live().recent_errors.add(rule, doing, error.kind.policy().name, &error.message);
+        self.recent_errors.lock().add(rule, doing, error.kind.policy().name, &error.message);
     }
 
     /// The recent errors, newest first.
     #[must_use]
     pub fn recent_errors(&self) -> Vec<RecentError> {
-        self.live().recent_errors.recent()
+        self.recent_errors.lock().recent()
     }
 
     /// True if an error of one of these kinds occurred within `window`.
     #[must_use]
     pub fn met(&self, kinds: &[Kind], window: Duration) -> bool {
         let names: Vec<&str> = kinds.iter().map(|kind| kind.policy().name).collect();
-        self.live().recent_errors.met(&names, window)
+        self.recent_errors.lock().met(&names, window)
     }
 
     /// Sets the gauges that follow from the state of the pipelines, and removes those of rules that no longer exist.
@@ -398,6 +393,17 @@ impl Metrics {
             }
             self.max_lag.with_label_values(rule).set(facts.max_lag.as_secs_f64());
             self.fan_outs.with_label_values(rule).set(snapshot.fan_outs.get(&nth).copied().map_or(0, saturating_i64));
+        }
+    }
+
+    /// Sets the gauges of the pipelines to zero, as they are in an instance that has never led: another one leads.
+    pub fn stands_by(&self) {
+        self.queue_depth.set(0);
+        self.checkpoint_age.set(0.0);
+        self.stream_age.set(0.0);
+        self.backfill_held_back.reset();
+        for rule in rules_of(&self.max_lag) {
+            self.counts_of_a_rule().into_iter().for_each(|family| family.with_label_values(&[&rule]).set(0));
         }
     }
 
@@ -470,10 +476,6 @@ impl Metrics {
             .encode(&self.registry.gather(), &mut out)
             .map_err(|error| Error::internal(format!("the metrics cannot be written: {error}")))?;
         Ok(out)
-    }
-
-    fn live(&self) -> MutexGuard<'_, Live> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

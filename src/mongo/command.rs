@@ -1,11 +1,7 @@
 //! Raw commands: majority reads that are at least as new as an event, and bulk writes that a slow server does not run
 //! after their deadline.
 
-use std::{
-    borrow::Cow,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{borrow::Cow, sync::Arc, time::Duration};
 
 use bson::{
     Bson, DateTime, Document, RawBson, RawDocument, RawDocumentBuf, Timestamp, cstr, doc, raw::CStr, rawdoc,
@@ -13,6 +9,7 @@ use bson::{
 };
 use futures_util::StreamExt;
 use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
+use parking_lot::Mutex;
 use serde::{Deserialize, de::IgnoredAny};
 use tokio::{
     sync::{OnceCell, RwLock},
@@ -337,7 +334,7 @@ impl Server {
     /// The read is at least as new as any write acknowledged to this process. Shortly after a failover, a majority read
     /// of the new primary may be older, and miss a write of our own.
     pub async fn pages(&self, database: &str, command: Document, mut reads: Reads) -> Result<Pages> {
-        reads.after = reads.after.max(*self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner));
+        reads.after = reads.after.max(*self.acknowledged.lock());
         let mut command = limited(command, READ_TIMEOUT);
         command.insert("readConcern", reads.concern());
         let primary = Primary::of(&self.client);
@@ -479,7 +476,7 @@ impl Server {
             }
         }
         if let Some(time) = result.as_ref().ok().and_then(|reply| reply.get_timestamp("operationTime").ok()) {
-            let mut acknowledged = self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut acknowledged = self.acknowledged.lock();
             *acknowledged = (*acknowledged).max(time.into());
         }
         result.map_err(|error| if error.code == Some(code::TOO_LATE) { too_late() } else { error })

@@ -1,6 +1,8 @@
 //! A shared connection that can be replaced while it is in use.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::Server;
 
@@ -13,12 +15,12 @@ impl Connection {
     /// The current connection.
     #[must_use]
     pub fn now(&self) -> Arc<Server> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 
     /// Replaces the connection for all clones.
     pub fn replace(&self, server: Server) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(server);
+        *self.0.lock() = Arc::new(server);
     }
 }
 

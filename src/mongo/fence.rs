@@ -7,11 +7,9 @@
 //! end, by the cluster time, which never goes back on a later primary. A successor takes over with a write whose
 //! cluster time is past that end; from then on no primary runs a command of its predecessor.
 
+use parking_lot::Mutex;
 use std::{
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicI64, Ordering},
-    },
+    sync::atomic::{AtomicBool, AtomicI64, Ordering},
     time::Duration,
 };
 use tokio::time::Instant;
@@ -72,13 +70,13 @@ impl Fence {
         // The previous end is not kept if the cluster time could not provide it.
         let cluster = if known == i64::MAX { cluster } else { known.max(cluster) };
         self.cluster.store(cluster, Ordering::SeqCst);
-        *self.renewed.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        *self.renewed.lock() = Instant::now();
     }
 
     /// Time since the lease was granted or renewed.
     #[must_use]
     pub fn since_renewal(&self) -> Duration {
-        self.renewed.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
+        self.renewed.lock().elapsed()
     }
 
     /// Ends the leadership: the state has the mark of a later one.

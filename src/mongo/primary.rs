@@ -2,16 +2,14 @@
 //! closes the connection. Behind routers there is no primary to lose: a command stays with its router until that one
 //! no longer answers.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use bson::{Document, doc};
 use mongodb::{
     Client, ServerType,
     options::{SelectionCriteria, ServerAddress},
 };
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::error::{Error, Kind, Result};
@@ -101,7 +99,7 @@ impl Primary {
             if writable {
                 let is_router = matches!(server.server_type(), Mongos | LoadBalancer);
                 let server = Chosen { address: server.address().clone(), is_router };
-                *chosen.lock().unwrap_or_else(PoisonError::into_inner) = Some(server);
+                *chosen.lock() = Some(server);
             }
             writable
         }))
@@ -114,7 +112,7 @@ impl Primary {
     }
 
     fn chosen(&self) -> Option<Chosen> {
-        self.chosen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.chosen.lock().clone()
     }
 
     /// Returns the command's answer, or an error once another server is the primary, or the router no longer answers.

@@ -4,7 +4,7 @@
 use std::{
     collections::BTreeMap,
     fmt::Write as _,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Weak},
 };
 
 use bson::Document;
@@ -13,6 +13,7 @@ use mongodb::{
     event::{EventHandler, sdam::SdamEvent},
     options::ClientOptions,
 };
+use parking_lot::Mutex;
 use tokio_rustls::rustls;
 
 use crate::{
@@ -79,13 +80,13 @@ impl Advice {
 /// Records the monitoring events of the client with these options.
 pub(super) fn watch(options: &mut ClientOptions) {
     let reach = Arc::new(Reach { set: options.repl_set_name.clone(), servers: Mutex::default() });
-    CLIENTS.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&reach));
+    CLIENTS.lock().push(Arc::downgrade(&reach));
     options.sdam_event_handler = Some(EventHandler::callback(move |event| reach.note(&event)));
 }
 
 /// The newest client that still exists.
 fn newest() -> Option<Arc<Reach>> {
-    let mut clients = CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut clients = CLIENTS.lock();
     clients.retain(|client| client.strong_count() > 0);
     clients.last().and_then(Weak::upgrade)
 }
@@ -125,23 +126,19 @@ impl Reach {
         }
     }
 
-    fn servers(&self) -> MutexGuard<'_, BTreeMap<String, Heard>> {
-        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn opened(&self, address: &str) {
-        self.servers().remove(address);
+        self.servers.lock().remove(address);
     }
 
     fn answered(&self, address: &str, heard: Heard) {
-        let mut servers = self.servers();
+        let mut servers = self.servers.lock();
         servers.retain(|_, heard| !heard.is_closed);
         servers.insert(address.to_owned(), heard);
     }
 
     /// The driver ends the last request to a server that it has closed, and that is no news of the server.
     fn failed(&self, address: &str, heard: Heard) {
-        let mut servers = self.servers();
+        let mut servers = self.servers.lock();
         if servers.get(address).is_none_or(|known| !known.is_closed) {
             servers.insert(address.to_owned(), heard);
         }
@@ -150,7 +147,7 @@ impl Reach {
     /// The server has left the set, or the set calls it by another name. Until another server answers, its last state may be
     /// the reason of an error.
     fn closed(&self, address: &str) {
-        if let Some(heard) = self.servers().get_mut(address) {
+        if let Some(heard) = self.servers.lock().get_mut(address) {
             heard.is_closed = true;
         }
     }
@@ -176,7 +173,7 @@ impl Reach {
 
     /// ` (a:1: connection refused; b:2: a secondary)`
     fn heard(&self) -> String {
-        let servers = self.servers();
+        let servers = self.servers.lock();
         let mut text = String::new();
         for (nth, (address, heard)) in servers.iter().enumerate() {
             write!(text, "{}{address}: {}", if nth == 0 { " (" } else { "; " }, heard.what).ok();
@@ -189,7 +186,7 @@ impl Reach {
 
     /// The server that did not answer, if the primary is known.
     fn silence(&self) -> String {
-        let servers = self.servers();
+        let servers = self.servers.lock();
         let primary = servers.iter().find(|(_, heard)| heard.what == PRIMARY).map(|(address, _)| address.clone());
         drop(servers);
         match primary {
@@ -200,7 +197,7 @@ impl Reach {
 
     fn error(&self) -> Error {
         let message = format!("{NO_PRIMARY}{}", self.heard());
-        let servers = self.servers();
+        let servers = self.servers.lock();
         let advice = servers.values().map(|heard| heard.advice).min().unwrap_or(Advice::Start);
         Error::new(Kind::Unavailable, message).hint(advice.text())
     }
@@ -247,16 +244,12 @@ mod tests {
         let said = |hello: Document| reach.said(&hello);
         let secondary = said(doc! {"setName": "rs0", "secondary": true});
         let refused = failed(&std::io::Error::from(std::io::ErrorKind::ConnectionRefused).into());
-        reach.servers.lock().unwrap().extend([("a:1".to_owned(), refused), ("b:2".to_owned(), secondary)]);
+        reach.servers.lock().extend([("a:1".to_owned(), refused), ("b:2".to_owned(), secondary)]);
         let error = reach.error();
         assert_eq!(error.message, "no primary can be reached (a:1: connection refused; b:2: a secondary)");
         assert_eq!(error.hint.as_deref(), Some(Advice::Wait.text()));
         assert_eq!(reach.silence(), "no answer in time (a:1: connection refused; b:2: a secondary)");
-        reach
-            .servers
-            .lock()
-            .unwrap()
-            .insert("c:3".to_owned(), said(doc! {"setName": "rs0", "isWritablePrimary": true}));
+        reach.servers.lock().insert("c:3".to_owned(), said(doc! {"setName": "rs0", "isWritablePrimary": true}));
         assert_eq!(reach.silence(), "the primary c:3 did not answer in time");
         for (hello, what, advice) in [
             (doc! {"isreplicaset": true}, "its replica set is not initiated", Advice::Initiate),

@@ -111,6 +111,8 @@ async fn a_standby_does_not_vouch_for_rules_that_the_leader_lacks() {
     let (one, _) = RULES.split_once('\n').unwrap();
     let standby = Running::start(&test, RULES, LEASE).await;
     standby.until_json("it leads", |status| status["role"] == "leader").await;
+    let scanned = async || standby.metric("denormd_backfill_scanned_targets{rule=\"ip\"}").await;
+    daemon::until("a backfill", async || scanned().await.filter(|targets| *targets > 0.0)).await;
     // The newest config takes over.
     let leader = Running::start(&test, one, LEASE).await;
     leader.until_json("it leads", |status| status["role"] == "leader").await;
@@ -125,6 +127,8 @@ async fn a_standby_does_not_vouch_for_rules_that_the_leader_lacks() {
     let status = standby.until_json("it hears the leader", is_told).await;
     assert_eq!(status["rules"].as_array().map(Vec::len), Some(1), "{status:#}");
     assert!(status["level"] == "notice" && status["current"].is_null(), "{status:#}");
+    // A former leader once went on exporting its last figures.
+    daemon::until("no figures of its own", async || (scanned().await == Some(0.0)).then_some(())).await;
 }
 
 /// A daemon that was killed and started again said that its dead predecessor leads.

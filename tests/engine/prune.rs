@@ -110,6 +110,20 @@ async fn a_command_that_fails_leaves_no_request() {
     assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before));
 }
 
+/// The leader tried again for as long as the command waited, without a word to it, and carried out no other request.
+#[tokio::test]
+async fn a_request_that_the_server_refuses_is_answered() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, LABEL).await;
+    let before = labels(&test).await;
+    let validator = doc! {"label": {"$exists": true}};
+    test.database().run_command(doc! {"collMod": "logs", "validator": validator}).await.unwrap();
+    let told = Program::new(&config(&test, OTHER)).run(&["prune", "label"]).await.exits(4).err;
+    assert!(told.contains("the leader refuses this: ") && told.contains("121"), "{told}");
+    assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before));
+}
+
 /// A command that is killed cannot withdraw its request.
 #[tokio::test]
 async fn a_request_is_refused_when_its_command_is_gone() {

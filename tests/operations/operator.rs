@@ -269,6 +269,31 @@ async fn a_backfill_names_its_dead_letters_and_they_leave_with_their_rule() {
     running.until("they are back", |status| status.dead_letters == 3 && status.rules.len() == 2).await;
 }
 
+/// The status once said that every change is applied, while the targets that `on_drift: report` leaves as they are were wrong.
+#[tokio::test(flavor = "multi_thread")]
+async fn drift_that_is_only_reported_is_a_cause_until_a_backfill() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
+    db.collection("logs").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let rule = HOST.replace("name: host,", "name: host, guard: watch, on_drift: report,");
+    let running = Running::start(&test, &rule, "").await;
+    running.until("it is live", |status| status.rules.first().is_some_and(|rule| rule.state == "live")).await;
+    db.collection::<Document>("logs").update_one(doc! {}, doc! {"$set": {"ip": "forged"}}).await.unwrap();
+    let status = running.until("the cause", |status| causes(status).contains(&"drift_unrepaired")).await;
+    let cause = status.causes.iter().find(|cause| cause.cause == "drift_unrepaired").unwrap();
+    assert_eq!((cause.rules.as_slice(), cause.severe), (["host".to_owned()].as_slice(), false));
+    let is_named = |status: &Status| status.summary.contains("`on_drift: report` leaves them so");
+    running.until("the summary names it", is_named).await;
+    let (code, told, error) = running.command(&["wait", "--output", "json"]);
+    assert_eq!(code, Some(0), "{error}");
+    assert_eq!(serde_json::from_str::<serde_json::Value>(&told).unwrap()["except"], json!(["host"]));
+    assert_eq!(running.command(&["backfill", "--rule", "host"]).0, Some(0));
+    running.until("no cause", |status| causes(status).is_empty() && !is_named(status)).await;
+    let log = db.collection::<Document>("logs").find_one(doc! {}).await.unwrap().unwrap();
+    assert_eq!(log.get_str("ip").unwrap(), "10.0.0.1");
+}
+
 /// Sources were counted as targets, and a document that does not exist, because its `_id` is a date, was explained.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rule_that_creates_its_targets_counts_those_and_explains_no_other() {

@@ -7,7 +7,7 @@ use secrecy::SecretString;
 
 use crate::{
     cli::{Inspection, Output},
-    commands::{Failure, compile, print, print_json},
+    commands::{Failure, compile, print_as},
 };
 use denormd_advise::{
     render,
@@ -26,10 +26,7 @@ const NAMED: usize = 10;
 pub async fn advise(paths: &[PathBuf], output: Output, asked: &Inspection) -> Result<(), Failure> {
     let loaded = load(paths, asked).await?;
     let (report, _) = look(&loaded, asked).await?;
-    match output {
-        Output::Text => print(&render::text(&report)),
-        Output::Json => print_json(&render::json(&report)),
-    }
+    print_as(output, || render::text(&report), || render::json(&report));
     Ok(())
 }
 

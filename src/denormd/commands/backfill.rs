@@ -9,7 +9,7 @@ use crate::{
     commands::{
         Failure, chosen, connected,
         leader::{self, with_a_leader},
-        print, print_json,
+        print, print_as, print_json,
         progress::Progress,
     },
 };
@@ -80,10 +80,7 @@ pub async fn backfill(
         return Ok(());
     }
     let done = with_a_leader(loaded, &context, wait(&store, &context, rules)).await?;
-    match output {
-        Output::Text => print(&text(&done)),
-        Output::Json => print_json(&serde_json::Value::Array(done.iter().map(Done::json).collect())),
-    }
+    print_as(output, || text(&done), || serde_json::Value::Array(done.iter().map(Done::json).collect()));
     Ok(())
 }
 
@@ -140,10 +137,11 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         if record.state.is_stopped() {
             return Err(stopped(rule, &record.state).into());
         }
-        match output {
-            Output::Text => print(&format!("{rule} is not blocked\n")),
-            Output::Json => print_json(&serde_json::json!({"rule": rule, "unblocked": false})),
-        }
+        print_as(
+            output,
+            || format!("{rule} is not blocked\n"),
+            || serde_json::json!({"rule": rule, "unblocked": false}),
+        );
         return Ok(());
     };
     if !planned.iter().all(|rule| rule.has_definition(&record.definition)) {
@@ -174,16 +172,13 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         }
     }
     let done = with_a_leader(loaded, &context, wait(&store, &context, &[rule.to_owned()])).await?;
-    match output {
-        Output::Text => print(&text(&done)),
-        Output::Json => {
-            let targets = done.first().and_then(|done| done.targets);
-            let told = serde_json::json!({
-                "rule": rule, "unblocked": true, "reason": reason.to_string(), "block": reason, "targets": targets,
-            });
-            print_json(&told);
-        }
-    }
+    let json = || {
+        let targets = done.first().and_then(|done| done.targets);
+        serde_json::json!({
+            "rule": rule, "unblocked": true, "reason": reason.to_string(), "block": reason, "targets": targets,
+        })
+    };
+    print_as(output, || text(&done), json);
     Ok(())
 }
 

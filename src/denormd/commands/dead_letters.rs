@@ -11,7 +11,7 @@ use crate::{
         backfill::{state, stopped},
         compile, context,
         leader::with_a_leader,
-        meanings, print, print_json, shown,
+        meanings, print, print_as, print_json, shown,
         terminal::fitted,
         unknown_rule,
     },
@@ -159,12 +159,8 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
 
 async fn drop(context: &Context, output: Output, chosen: &Chosen) -> Result<(), Failure> {
     let dropped = context.dead_letters.drop(&context.server, chosen).await?;
-    match output {
-        Output::Json => print_json(&serde_json::json!({"dropped": dropped})),
-        Output::Text => {
-            print(&format!("{} forgotten; their targets stay as they are\n", counted(dropped, "dead letter")));
-        }
-    }
+    let text = || format!("{} forgotten; their targets stay as they are\n", counted(dropped, "dead letter"));
+    print_as(output, text, || serde_json::json!({"dropped": dropped}));
     Ok(())
 }
 

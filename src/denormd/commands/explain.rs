@@ -6,7 +6,7 @@ use bson::{Bson, Document, doc};
 
 use crate::{
     cli::Output,
-    commands::{Failure, chosen, connected, meanings, print, print_json, shown, state_note, terminal::fitted},
+    commands::{Failure, chosen, connected, meanings, print_as, shown, state_note, terminal::fitted},
 };
 use denormd_engine::{
     checkpoint::rule_record::RuleRecord,
@@ -68,10 +68,7 @@ pub async fn explain(loaded: &Loaded, output: Output, rule: &str, id: &str) -> s
     let rule = chosen(&context.plan, &[rule.to_owned()])?.remove(0).clone();
     let state = store.rules(&context.server).await?.into_iter().find(|(name, _)| *name == rule.name);
     let explained = look(&context, &rule, id, state.map(|(_, state)| state)).await?;
-    match output {
-        Output::Text => print(&fitted(&text(&explained))),
-        Output::Json => print_json(&json(&explained)),
-    }
+    print_as(output, || fitted(&text(&explained)), || json(&explained));
     Ok(())
 }
 

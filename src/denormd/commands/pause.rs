@@ -9,7 +9,7 @@ use crate::{
         backfill::{noticed, state, stopped, text, wait},
         chosen, connected,
         leader::with_a_leader,
-        notice, print, print_json,
+        notice, print, print_as, print_json,
     },
 };
 use denormd_engine::{
@@ -80,10 +80,7 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
         notice(&format!("{name} was not in the config of the last leader: it does not run, and is not paused"));
     }
     outcome.unregistered = unregistered;
-    match output {
-        Output::Text => print(&outcome.text(rule, time)),
-        Output::Json => print_json(&outcome.json(rule, time)),
-    }
+    print_as(output, || outcome.text(rule, time), || outcome.json(rule, time));
     if outcome.unregistered.is_empty() { Ok(()) } else { Err(not_paused(&outcome.unregistered).into()) }
 }
 

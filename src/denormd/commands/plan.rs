@@ -6,7 +6,7 @@ use bson::{Bson, Document};
 
 use crate::{
     cli::Output,
-    commands::{Failure, compile, context, print, print_json, shown, terminal::fitted},
+    commands::{Failure, compile, context, print, print_as, shown, terminal::fitted},
 };
 use denormd_engine::{
     checkpoint::earlier,
@@ -65,10 +65,7 @@ struct Live {
 pub async fn plan(loaded: &Loaded, output: Output, options: Options) -> Result<(), Failure> {
     let plan = compile(loaded).await?;
     let live = if options.offline { unasked(loaded, &plan) } else { look(loaded, output, &plan, options).await? };
-    match output {
-        Output::Text => print(&fitted(&text(&plan, &live, options))),
-        Output::Json => print_json(&json(&plan, &live, options)),
-    }
+    print_as(output, || fitted(&text(&plan, &live, options)), || json(&plan, &live, options));
     match (live.findings.len(), live.blocked.len()) {
         (0, 0) => Ok(()),
         (0, blocked) => {

@@ -4,7 +4,7 @@ use bson::{Bson, Document, doc};
 
 use crate::{
     cli::Output,
-    commands::{Failure, compile, print, print_json},
+    commands::{Failure, compile, print_as},
 };
 use denormd_rules::{
     config::Loaded,
@@ -23,10 +23,7 @@ pub async fn role(loaded: &Loaded, output: Output, name: &str, apply: bool, oplo
     if apply {
         privileges.extend(needed_to_apply(&plan));
     }
-    match output {
-        Output::Text => print(&text(name, &privileges)),
-        Output::Json => print_json(&Bson::Document(command(name, &privileges)).into_relaxed_extjson()),
-    }
+    print_as(output, || text(name, &privileges), || Bson::Document(command(name, &privileges)).into_relaxed_extjson());
     Ok(())
 }
 

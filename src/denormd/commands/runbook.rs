@@ -4,7 +4,7 @@ use std::{fmt::Write as _, time::Duration};
 
 use crate::{
     cli::Output,
-    commands::{Failure, print, print_json, status},
+    commands::{Failure, print_as, status},
     server::client,
     status::Status,
 };
@@ -22,23 +22,16 @@ const ENOUGH: f64 = 3.0 * 86_400.0;
 /// Prints the section of an alert, or the names of all alerts.
 pub async fn runbook(output: Output, alert: Option<&str>, daemon: client::Daemon) -> Result<(), Failure> {
     let Some(alert) = alert else {
-        match output {
-            Output::Text => sections().for_each(|(name, body)| print(&format!("{name:<32}{}\n", first(body)))),
-            Output::Json => {
-                print_json(&serde_json::json!(sections().map(|(n, _)| n).collect::<Vec<_>>()));
-            }
-        }
+        let line = |(name, body): (&str, &str)| format!("{name:<32}{}\n", first(body));
+        let text = || sections().map(line).collect();
+        print_as(output, text, || sections().map(|(name, _)| name).collect());
         return Ok(());
     };
     let (name, body) = find(alert)?;
     let said = client::get(daemon, "/v1/status", TIMEOUT).await.and_then(|answer| answer.json::<Status>());
     let text = filled(body, said.as_ref().map_err(|error| error.message.as_str()));
-    match output {
-        Output::Text => print(&format!("{name}\n\n{text}\n")),
-        Output::Json => {
-            print_json(&serde_json::json!({"alert": name, "text": text, "live": said.is_ok()}));
-        }
-    }
+    let json = || serde_json::json!({"alert": name, "text": text, "live": said.is_ok()});
+    print_as(output, || format!("{name}\n\n{text}\n"), json);
     Ok(())
 }
 

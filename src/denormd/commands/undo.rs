@@ -2,7 +2,7 @@
 
 use crate::{
     cli::Output,
-    commands::{Failure, connected, leader, print, print_json, without_record},
+    commands::{Failure, connected, leader, print_as, without_record},
 };
 use denormd_engine::{
     checkpoint::requests::RequestedWork,
@@ -50,10 +50,7 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
         after = Box::pin(count(&context, rule)).await?;
     }
     let summary = Summary { rule, dry_run, before, after, undo: &loaded.config.undo };
-    match output {
-        Output::Text => print(&summary.text()),
-        Output::Json => print_json(&summary.json()),
-    }
+    print_as(output, || summary.text(), || summary.json());
     match summary.refused() {
         0 => Ok(()),
         refused => {

@@ -3,10 +3,11 @@
 use std::{
     collections::HashMap,
     fmt::{Debug, Write as _},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::{Event, Level, Metadata, Subscriber, callsite::Identifier, field::Field};
 use tracing_subscriber::layer::{Context, Filter};
@@ -48,7 +49,7 @@ struct LeftOut {
 
 impl Limit {
     fn admits(&self, place: Identifier, rule: String, message: &str, now: Instant) -> bool {
-        let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kinds = self.kinds.lock();
         let mut key = (place, rule);
         if kinds.len() >= KEPT && !kinds.contains_key(&key) {
             key.1.clear();
@@ -63,7 +64,7 @@ impl Limit {
 
     /// Removes the windows that have ended; returns the lines suppressed in them.
     fn round(&self, now: Instant) -> Vec<LeftOut> {
-        let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kinds = self.kinds.lock();
         let mut out = Vec::new();
         kinds.retain(|(_, rule), kind| {
             let over = now.duration_since(kind.began) >= WINDOW;
@@ -185,6 +186,6 @@ mod tests {
                 tracing::warn!(rule = format!("rule-{nth}"), "set aside");
             }
         });
-        assert!(limit.kinds.lock().unwrap().len() <= KEPT + 1);
+        assert!(limit.kinds.lock().len() <= KEPT + 1);
     }
 }

@@ -5,7 +5,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     io,
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
@@ -15,6 +15,7 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
+use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpSocket, TcpStream},
@@ -169,7 +170,7 @@ impl Table {
             }
         };
         let connection = Connection::new(peer, stop.child_token());
-        let mut open = self.lock();
+        let mut open = self.open.lock();
         let number = open.next;
         open.next += 1;
         open.connections.insert(number, connection.clone());
@@ -180,7 +181,7 @@ impl Table {
     /// The connection that has been idle for the longest time, of the client that has the most connections: a client
     /// with few of them, such as a scraper, keeps them. None when all of them wait for a response.
     fn chosen(&self) -> Option<Arc<Connection>> {
-        let open = self.lock();
+        let open = self.open.lock();
         let mut count: HashMap<IpAddr, usize> = HashMap::new();
         for connection in open.connections.values() {
             *count.entry(connection.peer).or_default() += 1;
@@ -190,10 +191,6 @@ impl Table {
             Some((Reverse(count.get(&connection.peer).copied()), since, connection))
         });
         idle.min_by_key(|(count, since, _)| (*count, *since)).map(|(.., connection)| connection.clone())
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Open> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -208,7 +205,7 @@ struct Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.table.lock().connections.remove(&self.number);
+        self.table.open.lock().connections.remove(&self.number);
     }
 }
 
@@ -232,11 +229,11 @@ impl Connection {
     }
 
     fn set_busy(&self, busy: bool) {
-        *self.idle.lock().unwrap_or_else(PoisonError::into_inner) = (!busy).then(Instant::now);
+        *self.idle.lock() = (!busy).then(Instant::now);
     }
 
     fn idle_since(&self) -> Option<Instant> {
-        *self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.idle.lock()
     }
 
     /// Waits until the client has taken too long.

@@ -1,9 +1,6 @@
 //! Limits per endpoint: a flood of one endpoint, or requests that it holds, take nothing from another.
 
-use std::{
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use std::time::Duration;
 
 use axum::{
     body::{Body, Bytes, to_bytes},
@@ -12,6 +9,7 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
+use parking_lot::Mutex;
 use tokio::{sync::Semaphore, time::Instant};
 
 /// Requests a second, in the long run: a page looks once a second, Prometheus every few.
@@ -110,7 +108,7 @@ impl Default for Recent {
 
 impl Recent {
     async fn answer(&self, request: Request, next: Next) -> Response {
-        let last = || self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = || self.last.lock();
         if !take(&self.bucket)
             && let Some((parts, body)) = last().clone()
         {
@@ -126,7 +124,7 @@ impl Recent {
 }
 
 fn take(bucket: &Mutex<Bucket>) -> bool {
-    bucket.lock().unwrap_or_else(PoisonError::into_inner).take(Instant::now())
+    bucket.lock().take(Instant::now())
 }
 
 /// Fills at [`PER_SECOND`], holds [`BURST`].

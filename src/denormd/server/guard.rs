@@ -2,7 +2,7 @@
 
 use std::{
     net::IpAddr,
-    sync::{Arc, LazyLock, PoisonError, RwLock},
+    sync::{Arc, LazyLock},
 };
 
 use axum::{
@@ -16,6 +16,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use base64::{Engine, engine::general_purpose::STANDARD as BASE64};
+use parking_lot::RwLock;
 use secrecy::{ExposeSecret, SecretString};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
@@ -65,19 +66,19 @@ impl Guard {
             hosts: http.allowed_hosts.clone(),
             certificate: http.certificate.clone(),
         };
-        *self.access.write().unwrap_or_else(PoisonError::into_inner) = access;
+        *self.access.write() = access;
     }
 
     /// The TLS handshake of a new connection, if the server speaks HTTPS. A renewed certificate applies from the next
     /// connection on.
     pub(super) fn handshake(&self) -> Option<TlsAcceptor> {
-        let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
+        let access = self.access.read();
         access.certificate.as_ref().map(|certificate| TlsAcceptor::from(certificate.server.clone()))
     }
 
     /// The refusal of this request; None if it is admitted.
     fn refuses(&self, request: &Request) -> Option<Response> {
-        let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
+        let access = self.access.read();
         if let Some(name) = foreign_host(request.uri(), request.headers(), &access.hosts) {
             let why = format!(
                 "`{name}` is not a name of this server: ask by its IP address, or add the name to http.allowed_hosts\n"
@@ -97,7 +98,7 @@ impl Guard {
 
     /// True if the request may learn only whether this server is ready.
     fn is_probe(&self, request: &Request) -> bool {
-        let access = self.access.read().unwrap_or_else(PoisonError::into_inner);
+        let access = self.access.read();
         PROBES.contains(&request.uri().path()) && access.refuses_read(request.headers()).is_some()
     }
 }

@@ -173,13 +173,15 @@ impl Whole {
     }
 
     /// The rules whose copies may lack a change however long the request waits: those in certain states, those that do
-    /// not run everywhere as this config defines them, those with dead letters, all that these feed, and shadow rules.
+    /// not run everywhere as this config defines them, those with dead letters or unrepaired drift, all that these feed, and shadow
+    /// rules.
     async fn except(&self, elsewhere: Option<&Store>, in_state: fn(&RuleState) -> bool) -> Result<BTreeSet<String>> {
         let plan = &self.context.plan;
         let held = self.attached.iter().flat_map(|context| {
             let snapshot = context.published.borrow();
             let not_live = snapshot.in_state(in_state).into_iter();
-            not_live.filter_map(|rule| Some(snapshot.rules.get(rule)?.name.clone())).collect::<Vec<_>>()
+            let not_live = not_live.filter_map(|rule| Some(snapshot.rules.get(rule)?.name.clone()));
+            not_live.chain(snapshot.rules_left_differing().cloned()).collect::<Vec<_>>()
         });
         let mut except: BTreeSet<String> = held.collect();
         let server = self.context.server.unfenced();

@@ -151,6 +151,10 @@ fn of_the_rules(
     if !state.dead_letters.is_empty() {
         say(Cause::DeadLetters, state.dead_letters.keys().cloned().collect());
     }
+    let differing: Vec<String> = seen.rules_left_differing().cloned().collect();
+    if !differing.is_empty() {
+        say(Cause::DriftUnrepaired, differing);
+    }
 }
 
 /// Causes that concern the position in the oplog.

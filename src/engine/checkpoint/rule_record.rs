@@ -67,12 +67,6 @@ pub enum Agreement {
 }
 
 impl RuleRecord {
-    /// True if somebody has agreed to the effect of this definition on existing data.
-    #[must_use]
-    pub fn has_agreed(&self, definition: &Document) -> bool {
-        self.agreed.as_ref() == Some(definition)
-    }
-
     /// Merges the records of two partitions: the more urgent state, and only the progress that both have made.
     pub(super) fn join(&mut self, other: Self) {
         let other_is_worse = other.state.outranks(&self.state);

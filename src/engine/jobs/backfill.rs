@@ -221,6 +221,10 @@ impl RuleBackfill<'_> {
                 (progress.ended, progress.scanned) = (Some(Instant::now()), targets);
                 progress.dead_letters = dead_letters;
             });
+            published.update(|snapshot| {
+                snapshot.differing.remove(&self.rule.name);
+                false
+            });
             match dead_letters {
                 0 => tracing::info!(rule = %self.rule.name, targets, "backfill done"),
                 _ => tracing::warn!(rule = %self.rule.name, targets, dead_letters, "backfill done, with dead letters"),

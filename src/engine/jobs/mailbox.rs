@@ -1,11 +1,8 @@
 //! Requests of the pipeline to a job that runs beside it.
 
-use std::{
-    collections::HashMap,
-    hash::Hash,
-    sync::{Mutex, PoisonError},
-};
+use std::{collections::HashMap, hash::Hash};
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 /// Requests that are not taken yet, at most one for each key: a newer one replaces an older one. Adding never waits,
@@ -25,14 +22,14 @@ impl<K, V> Default for Mailbox<K, V> {
 impl<K: Eq + Hash, V> Mailbox<K, V> {
     /// Adds a request, in place of an older one of the same key.
     pub fn put(&self, key: K, request: V) {
-        self.requests.lock().unwrap_or_else(PoisonError::into_inner).insert(key, request);
+        self.requests.lock().insert(key, request);
         self.added.notify_one();
     }
 
     /// Takes all requests.
     #[must_use]
     pub fn take(&self) -> Vec<V> {
-        self.requests.lock().unwrap_or_else(PoisonError::into_inner).drain().map(|(_, request)| request).collect()
+        self.requests.lock().drain().map(|(_, request)| request).collect()
     }
 
     /// Waits until there are requests, and takes them. Cancellation loses none.

@@ -17,7 +17,7 @@ use crate::{
     },
 };
 use denormd_model::{namespace::Namespace, position::ClusterTime, rule_state::BlockReason};
-use denormd_mongo::error::{Kind, Result};
+use denormd_mongo::error::Result;
 use denormd_rules::plan::{Plan, Rule, owned_paths};
 
 /// Documents in one page, and in one write.
@@ -112,12 +112,8 @@ pub async fn carry_out(
         return Ok(RequestOutcome::Stopped);
     }
     for retired in paths {
-        match take_away(context, (store, id), retired, stop).await {
-            Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => {
-                return Ok(RequestOutcome::Refused(error.message));
-            }
-            Ok(false) => return Ok(RequestOutcome::Stopped),
-            done => drop(done?),
+        if !take_away(context, (store, id), retired, stop).await? {
+            return Ok(RequestOutcome::Stopped);
         }
     }
     Ok(RequestOutcome::Done)

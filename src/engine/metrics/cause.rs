@@ -35,6 +35,8 @@ pub enum Cause {
     AwaitingBackfill,
     /// Dead letters exist.
     DeadLetters,
+    /// Targets differ from their definition, and `on_drift: report` leaves them so.
+    DriftUnrepaired,
     /// The checkpoint will soon fall off the oplog.
     OplogShort,
     /// The checkpoint cannot be saved.
@@ -57,7 +59,7 @@ pub enum Cause {
 
 impl Cause {
     /// All causes, the most urgent first.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 26] = [
         Self::NoPrimary,
         Self::LeaseUnreadable,
         Self::Privilege,
@@ -82,6 +84,7 @@ impl Cause {
         Self::Backfilling,
         Self::AwaitingBackfill,
         Self::DeadLetters,
+        Self::DriftUnrepaired,
         Self::OplogUnreadable,
     ];
 
@@ -105,6 +108,7 @@ impl Cause {
             Self::Backfilling => "backfilling",
             Self::AwaitingBackfill => "awaiting_backfill",
             Self::DeadLetters => "dead_letters",
+            Self::DriftUnrepaired => "drift_unrepaired",
             Self::OplogShort => "oplog_short",
             Self::CheckpointUnsaved => "checkpoint_unsaved",
             Self::OplogUnreadable => "oplog_unreadable",
@@ -156,6 +160,7 @@ impl Cause {
                 "changes are applied, but existing data waits for a backfill (`backfill: manual`)"
             }
             Self::DeadLetters => "documents that could not be read or written became dead letters",
+            Self::DriftUnrepaired => "targets differ from their definition, and `on_drift: report` leaves them so",
             Self::OplogShort => "the checkpoint will soon fall off the oplog",
             Self::CheckpointUnsaved => {
                 "the checkpoint cannot be saved: a restart would read all changes since the last one again"
@@ -200,6 +205,9 @@ impl Cause {
             Self::Backfilling => "wait, see its progress",
             Self::AwaitingBackfill => "`denormd backfill --rule RULE` when ready",
             Self::DeadLetters => "`denormd dead-letters list` shows which and why; they are retried automatically",
+            Self::DriftUnrepaired => {
+                "`denormd check --rule RULE` lists them, and `--repair` writes them; find out which program changes them"
+            }
             Self::OplogShort => {
                 "remove the cause of the lag, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
             }
@@ -252,6 +260,7 @@ impl Cause {
             | Self::Backfilling
             | Self::AwaitingBackfill
             | Self::DeadLetters
+            | Self::DriftUnrepaired
             | Self::OplogUnreadable
             | Self::CheckpointUnsaved
             | Self::ConfigRefused

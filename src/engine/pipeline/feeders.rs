@@ -168,17 +168,18 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
     // The futures are large, and commands are rare.
     let carry_out = async |asked: OperatorRequest| {
         let carried = match &asked.work {
-            RequestedWork::Prune(paths) => {
-                Box::pin(prune::carry_out(&context, &store, (asked.id, paths), &stop)).await?
-            }
-            RequestedWork::Undo => Box::pin(undo::carry_out(&context, &store, &asked, &stop)).await?,
-            RequestedWork::Reconcile(_) => RequestOutcome::Done,
+            RequestedWork::Prune(paths) => Box::pin(prune::carry_out(&context, &store, (asked.id, paths), &stop)).await,
+            RequestedWork::Undo => Box::pin(undo::carry_out(&context, &store, &asked, &stop)).await,
+            RequestedWork::Reconcile(_) => Ok(RequestOutcome::Done),
         };
         match carried {
-            RequestOutcome::Done => store.request_done(&context.server, asked.id).await,
-            RequestOutcome::Refused(why) => store.refuse_request(&context.server, asked.id, &why).await,
+            Ok(RequestOutcome::Done) => store.request_done(&context.server, asked.id).await,
+            Ok(RequestOutcome::Refused(why)) => store.refuse_request(&context.server, asked.id, &why).await,
             // This leader tries again, or the next one starts over.
-            RequestOutcome::Stopped => Ok(()),
+            Ok(RequestOutcome::Stopped) => Ok(()),
+            Err(error) if error.is_transient() => Err(error),
+            // It would fail again, and no other request would have its turn.
+            Err(error) => store.refuse_request(&context.server, asked.id, &error.message).await,
         }
     };
     while stop.run_until_cancelled(tokio::time::sleep(READ_STATES)).await.is_some() {

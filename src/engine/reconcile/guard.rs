@@ -129,6 +129,12 @@ pub fn drifted(context: &Context, rule: &Rule, targets: &[Mismatch]) {
         context.metrics.drifted(&rule.name, repaired);
         paths.extend(mismatch.paths.iter().map(String::as_str));
     }
+    if !repaired {
+        context.published.update(|snapshot| {
+            *snapshot.differing.entry(rule.name.clone()).or_default() += targets.len() as u64;
+            false
+        });
+    }
     let paths: Vec<&str> = paths.into_iter().collect();
     let (targets, paths) = (targets.len(), paths.join(", "));
     tracing::warn!(rule = %rule.name, targets, paths, repaired, "owned fields differ from their definition");

@@ -1,7 +1,7 @@
 //! Facts that a leader keeps between batches. They are empty at the start of each leadership, and may be lost at any
 //! time.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::workqueue::Pending;
 
@@ -37,9 +37,4 @@ pub struct Memory {
     pub sources: KnownSources,
     /// Traits of the rules' data that reads and writes have shown.
     pub(crate) traits: Traits,
-}
-
-/// Locks a fact. A panic in another batch leaves it usable: no change of it can be interrupted halfway.
-fn locked<T>(fact: &Mutex<T>) -> MutexGuard<'_, T> {
-    fact.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,13 +1,10 @@
 //! Writes the statements of a batch, and the targets that a statement did not reach in time.
 
-use std::{
-    collections::HashSet,
-    sync::{Mutex, PoisonError, atomic::Ordering},
-    time::Duration,
-};
+use std::{collections::HashSet, sync::atomic::Ordering, time::Duration};
 
 use bson::RawDocumentBuf;
 use futures_util::{StreamExt, stream};
+use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::{Instrument, field::Empty};
 
@@ -200,19 +197,19 @@ impl Run<'_> {
         let beside = if desired.is_large() { 1 } else { 2 };
         let written = stream::iter(&parts).for_each_concurrent(beside, |part| async move {
             // After a failure, no further part is started.
-            if failure.lock().is_ok_and(|failure| failure.is_some()) {
+            if failure.lock().is_some() {
                 return;
             }
             let result = match timeout.min(end.saturating_duration_since(Instant::now())) {
                 Duration::ZERO => Err(Error::new(Kind::TimedOut, "this key has too many targets")),
                 timeout => self.part(key, desired, part, timeout).await,
             };
-            if let (Err(error), Ok(mut failure)) = (result, failure.lock()) {
-                failure.get_or_insert(error);
+            if let Err(error) = result {
+                failure.lock().get_or_insert(error);
             }
         });
         written.await;
-        let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) else { return End::Done };
+        let Some(error) = failed.into_inner() else { return End::Done };
         self.refused(item, rows, error, begun.elapsed() > timeout / 2).await
     }
 

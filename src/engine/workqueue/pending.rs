@@ -4,14 +4,11 @@
 //! write is routed. Batches look here: a document of a tree is not written while one that it reads is about to change.
 //! This only avoids intermediate values. Without it, the tree ends up the same.
 
-use std::{
-    collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, time::Duration};
 
 use denormd_model::key::Key;
 use denormd_rules::plan::RuleId;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 /// Maximum time to wait for the change event of a write. A write that matched nothing causes none.
@@ -38,18 +35,14 @@ impl Documents {
 }
 
 impl Pending {
-    fn lock(&self) -> MutexGuard<'_, HashMap<RuleId, Documents>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Records that a key has entered a lane of the rule.
     pub(super) fn entered(&self, rule: RuleId, key: &Key) {
-        *self.lock().entry(rule).or_default().lanes.entry(key.clone()).or_default() += 1;
+        *self.0.lock().entry(rule).or_default().lanes.entry(key.clone()).or_default() += 1;
     }
 
     /// Records that a key has left a lane of the rule.
     pub(super) fn left(&self, rule: RuleId, key: &Key) {
-        let mut rules = self.lock();
+        let mut rules = self.0.lock();
         let Some(documents) = rules.get_mut(&rule) else { return };
         if let Some(lanes) = documents.lanes.get_mut(key) {
             *lanes -= 1;
@@ -61,7 +54,7 @@ impl Pending {
 
     /// Records that these documents are being written.
     pub fn writes<'a>(&self, rule: RuleId, written: impl Iterator<Item = &'a Key>) {
-        let mut rules = self.lock();
+        let mut rules = self.0.lock();
         let documents = rules.entry(rule).or_default();
         if documents.written.len() > MANY {
             documents.written.retain(|_, since| since.elapsed() < ECHO);
@@ -71,24 +64,24 @@ impl Pending {
 
     /// Records that the event of a write is routed: its requests are in the queue.
     pub(super) fn routed(&self, rule: RuleId, document: &Key) {
-        if let Some(documents) = self.lock().get_mut(&rule) {
+        if let Some(documents) = self.0.lock().get_mut(&rule) {
             documents.written.remove(document);
         }
     }
 
     /// Forgets all documents: the queue that recorded them is gone.
     pub(super) fn clear(&self) {
-        self.lock().clear();
+        self.0.lock().clear();
     }
 
     /// True if one of these documents is about to change.
     pub fn any<'a>(&self, rule: RuleId, mut documents: impl Iterator<Item = &'a Key>) -> bool {
-        self.lock().get(&rule).is_some_and(|known| documents.any(|document| known.has(document)))
+        self.0.lock().get(&rule).is_some_and(|known| documents.any(|document| known.has(document)))
     }
 
     /// Up to `most` documents that are about to change, without those that `known` accepts.
     pub fn some(&self, rule: RuleId, most: usize, known: impl Fn(&Key) -> bool) -> Vec<Key> {
-        let rules = self.lock();
+        let rules = self.0.lock();
         let Some(documents) = rules.get(&rule) else { return Vec::new() };
         let all = documents.lanes.keys().chain(documents.written.keys());
         all.filter(|key| !known(key) && documents.has(key)).take(most).cloned().collect()

@@ -1,11 +1,8 @@
 //! The rate of the audit, and its division among the rules. Pure, except for waiting for a turn.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, time::Duration};
 
+use parking_lot::Mutex;
 use tokio::sync::MutexGuard;
 
 use denormd_rules::plan::RuleId;
@@ -41,13 +38,13 @@ impl Pace {
 
     /// Sets the number of targets of a rule.
     pub fn expects(&self, rule: RuleId, targets: Option<u64>) {
-        self.targets.lock().unwrap_or_else(PoisonError::into_inner).insert(rule, targets.unwrap_or(UNCOUNTED));
+        self.targets.lock().insert(rule, targets.unwrap_or(UNCOUNTED));
     }
 
     /// Waits for the rule's turn.
     pub async fn turn(&self, rule: RuleId) -> Turn<'_> {
         let turn = self.turn.lock().await;
-        let targets = self.targets.lock().unwrap_or_else(PoisonError::into_inner);
+        let targets = self.targets.lock();
         let own = targets.get(&rule).copied().unwrap_or_default();
         Turn { pages: pages(own, targets.values().sum(), targets.len() as u64), _turn: turn }
     }
@@ -67,7 +64,7 @@ impl Pace {
     /// The expected duration of a round, in seconds, before any target has been compared.
     #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub fn expected_seconds(&self, targets: Option<u64>) -> Option<f64> {
-        let all = self.targets.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.targets.lock();
         let total: u64 = all.values().sum();
         // The rate is shared with other rules. The largest rule gets about half of it or more.
         targets.map(|own| own.max(total.min(own.saturating_mul(2))) as f64 / self.per_second as f64)

@@ -1,8 +1,9 @@
 //! The running batches of each rule.
 
-use std::{collections::HashMap, sync::Mutex};
+use std::collections::HashMap;
 
-use super::locked;
+use parking_lot::Mutex;
+
 use denormd_rules::plan::RuleId;
 
 /// Number of running batches of each rule.
@@ -12,14 +13,14 @@ pub struct RunningBatches(Mutex<HashMap<RuleId, usize>>);
 impl RunningBatches {
     /// Counts a batch of a rule until the returned value is dropped.
     pub(in crate::reconcile) fn begin(&self, rule: RuleId) -> Running<'_> {
-        *locked(&self.0).entry(rule).or_default() += 1;
+        *self.0.lock().entry(rule).or_default() += 1;
         Running { batches: self, rule }
     }
 
     /// True while a batch of the rule runs.
     #[must_use]
     pub fn is_running(&self, rule: RuleId) -> bool {
-        locked(&self.0).get(&rule).is_some_and(|batches| *batches > 0)
+        self.0.lock().get(&rule).is_some_and(|batches| *batches > 0)
     }
 }
 
@@ -31,7 +32,7 @@ pub(in crate::reconcile) struct Running<'a> {
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        if let Some(batches) = locked(&self.batches.0).get_mut(&self.rule) {
+        if let Some(batches) = self.batches.0.lock().get_mut(&self.rule) {
             *batches = batches.saturating_sub(1);
         }
     }

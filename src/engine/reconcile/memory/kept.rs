@@ -1,13 +1,11 @@
 //! The values that rules keep in their first backfill.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex},
-};
+use std::{collections::HashMap, sync::Arc};
+
+use parking_lot::Mutex;
 
 use bson::{Binary, Bson};
 
-use super::locked;
 use crate::checkpoint::kept::Keeping;
 use denormd_model::key::whole_number;
 use denormd_rules::plan::RuleId;
@@ -37,23 +35,23 @@ pub(in crate::reconcile) struct Kept {
 impl KeptValues {
     /// The values that a rule keeps before it overwrites them; none after its first backfill.
     pub(in crate::reconcile) fn of(&self, rule: RuleId) -> Option<Kept> {
-        locked(&self.rules).get(&rule).cloned()
+        self.rules.lock().get(&rule).cloned()
     }
 
     /// Begins to keep the values that a rule overwrites. With `aside`, some of its targets are dead letters.
     pub fn begin(&self, rule: RuleId, keeping: Keeping, aside: bool, is_full: bool) {
         let kept = Kept { keeping: Arc::new(keeping), aside, is_full, simple: None };
-        locked(&self.rules).insert(rule, kept);
+        self.rules.lock().insert(rule, kept);
     }
 
     /// Stops keeping values: from now on the rule overwrites only its own.
     pub fn end(&self, rule: RuleId) {
-        locked(&self.rules).remove(&rule);
+        self.rules.lock().remove(&rule);
     }
 
     /// Changes what is known of the values that a rule keeps.
     pub(in crate::reconcile) fn learn(&self, rule: RuleId, change: impl FnOnce(&mut Kept)) {
-        if let Some(kept) = locked(&self.rules).get_mut(&rule) {
+        if let Some(kept) = self.rules.lock().get_mut(&rule) {
             change(kept);
         }
     }
@@ -74,11 +72,11 @@ impl KeptValues {
 
     /// The known number of bytes of kept values.
     pub(in crate::reconcile) fn bytes(&self) -> Option<u64> {
-        *locked(&self.bytes)
+        *self.bytes.lock()
     }
 
     pub(in crate::reconcile) fn learn_bytes(&self, bytes: Option<u64>) {
-        *locked(&self.bytes) = bytes;
+        *self.bytes.lock() = bytes;
     }
 }
 

@@ -3,13 +3,13 @@
 use std::{
     collections::{HashMap, HashSet},
     hash::{BuildHasher, RandomState},
-    sync::Mutex,
     time::Duration,
 };
 
+use parking_lot::Mutex;
+
 use tokio::time::Instant;
 
-use super::locked;
 use denormd_model::key::Key;
 use denormd_rules::plan::RuleId;
 
@@ -54,7 +54,7 @@ impl Removals {
     /// Counts these targets as losing a value, unless more than `limit` would do so in this hour; returns false in that
     /// case. With `once`, a target counts only once; otherwise it has several values to lose, and counts each time.
     pub(in crate::reconcile) fn count(&self, rule: RuleId, limit: usize, targets: Vec<u64>, once: bool) -> bool {
-        let mut rules = locked(&self.rules);
+        let mut rules = self.rules.lock();
         let losses = &mut rules.entry(rule).or_default().losses;
         losses.take_if(|losses| losses.since.elapsed() > HOUR);
         let known = losses.get_or_insert_with(|| Losses { since: Instant::now(), count: 0, targets: HashSet::new() });
@@ -71,27 +71,27 @@ impl Removals {
 
     /// Resets the count of a rule after it was unblocked.
     pub fn reset(&self, rule: RuleId) {
-        locked(&self.rules).entry(rule).or_default().losses = None;
+        self.rules.lock().entry(rule).or_default().losses = None;
     }
 
     /// The removal limit of a rule, if it was computed less than an hour ago.
     pub(in crate::reconcile) fn limit(&self, rule: RuleId) -> Option<usize> {
-        let (since, limit) = locked(&self.rules).get(&rule)?.limit?;
+        let (since, limit) = self.rules.lock().get(&rule)?.limit?;
         (since.elapsed() < HOUR).then_some(limit)
     }
 
     pub(in crate::reconcile) fn learn_limit(&self, rule: RuleId, limit: usize) {
-        locked(&self.rules).entry(rule).or_default().limit = Some((Instant::now(), limit));
+        self.rules.lock().entry(rule).or_default().limit = Some((Instant::now(), limit));
     }
 
     /// True if an operator has agreed to the removals of a rule's backfill.
     #[must_use]
     pub fn are_agreed(&self, rule: RuleId) -> bool {
-        locked(&self.rules).get(&rule).is_some_and(|rule| rule.is_agreed)
+        self.rules.lock().get(&rule).is_some_and(|rule| rule.is_agreed)
     }
 
     /// Records whether an operator has agreed to the removals of a rule's backfill.
     pub fn agree(&self, rule: RuleId, is_agreed: bool) {
-        locked(&self.rules).entry(rule).or_default().is_agreed = is_agreed;
+        self.rules.lock().entry(rule).or_default().is_agreed = is_agreed;
     }
 }

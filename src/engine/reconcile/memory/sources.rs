@@ -1,10 +1,11 @@
 //! The source collections that have existed.
 
-use std::{collections::HashMap, sync::Mutex};
+use std::collections::HashMap;
+
+use parking_lot::Mutex;
 
 use bson::Bson;
 
-use super::locked;
 use denormd_model::namespace::Namespace;
 
 /// The UUIDs of source collections that have existed: one that is missing, or has another UUID, was dropped.
@@ -15,12 +16,12 @@ impl KnownSources {
     /// The UUID of a source collection that is known to have existed.
     #[must_use]
     pub fn uuid(&self, source: &Namespace) -> Option<Bson> {
-        locked(&self.0).get(source).cloned()
+        self.0.lock().get(source).cloned()
     }
 
     /// Remembers the UUID of a source collection, or forgets it.
     pub fn saw(&self, source: &Namespace, uuid: Option<Bson>) {
-        let mut sources = locked(&self.0);
+        let mut sources = self.0.lock();
         match uuid {
             Some(uuid) => drop(sources.insert(source.clone(), uuid)),
             None => drop(sources.remove(source)),

@@ -1,10 +1,11 @@
 //! Traits of the rules' data that reads and writes have shown.
 
-use std::{collections::HashMap, sync::Mutex, time::Duration};
+use std::{collections::HashMap, time::Duration};
+
+use parking_lot::Mutex;
 
 use tokio::time::Instant;
 
-use super::locked;
 use crate::{
     reconcile::{group::Shape, value::NoInput},
     request::Task,
@@ -41,11 +42,11 @@ struct OfRule {
 
 impl Traits {
     fn of<T>(&self, rule: RuleId, get: impl FnOnce(&OfRule) -> T) -> Option<T> {
-        locked(&self.0).get(&rule).map(get)
+        self.0.lock().get(&rule).map(get)
     }
 
     fn learn(&self, rule: RuleId, change: impl FnOnce(&mut OfRule)) {
-        change(locked(&self.0).entry(rule).or_default());
+        change(self.0.lock().entry(rule).or_default());
     }
 
     /// The shape of a rule's targets, without their size if that measurement is too old.
