@@ -202,7 +202,7 @@ references that resolve by BSON type, fan-out, growth, and what a backfill would
 how many existing values it would add to, overwrite and remove. It ends with `ready`, with warnings about what looks like a
 mistake, or with a numbered list of what to do.
 
-Exit status: 0 ready, with warnings or without, 1 failed, 2 usage or config error, 4 something is to be done first, or a rule would be blocked.")]
+Exit status: 0 ready, with warnings or without, 1 failed, 2 usage or config error, 4 steps are needed first, or a rule would be blocked.")]
     Plan {
         /// Check the config alone, without a server.
         #[arg(long, conflicts_with = "apply")]
@@ -234,9 +234,9 @@ A file holds cases: documents before, and what some of them should be afterwards
         products: [{ _id: 10, parts: [{ id: 1, name: bolt }] }]
       gone: { products: [11] }        # _ids of documents that a rule should have deleted
 
-A document under `expect` is compared whole, types told apart; one that is not listed is not compared. What rules commonly
-use is evaluated here, as MongoDB 6.0 does; a rule with anything else fails its case and names it. --uri tries the same cases with the
-daemon's own pipeline, in databases of their own that are dropped afterwards (denormd_test_…): nothing else is touched.
+A document under `expect` is compared as a whole, BSON types included; documents that are not listed are not compared. Common
+operators are evaluated as in MongoDB 6.0; if a rule uses another one, its case fails and names it. --uri runs the same cases through
+the daemon's pipeline, in temporary databases (denormd_test_…) that are dropped afterwards: nothing else is touched.
 
 Exit status: 0 every case passed, 1 one failed, 2 a mistake in a file or in the config.")]
     Test {
@@ -257,8 +257,8 @@ Exit status: 0 every case passed, 1 one failed, 2 a mistake in a file or in the 
 
 A new rule is backfilled, and so is one whose definition has changed: anything that affects the values that it writes. The
 values of a path that no rule owns any more stay until `denormd prune`. The daemon knows a rule by its name, so a renamed
-rule is a new one; it is recognised here by its source, its target and the paths it owns.
-The environment's settings count for both configs, and --config for neither. An empty standard input stands for no config.
+rule is a new one; diff recognises it by its source, its target and the paths it owns.
+Environment variables apply to both configs; --config is ignored. An empty standard input stands for no config.
 
 Exit status: 0 compared, whatever differs, 1 failed, 2 usage, or an error in one of the configs.")]
     Diff {
@@ -325,7 +325,7 @@ Editors complete and check a YAML config that begins with this line:
     },
     /// Prints the minimal role that the rules need, as createRole and createUser. Needs no server.
     #[command(after_help = "Examples:
-  denormd role --config shop.yaml | mongosh 'mongodb://admin@db/admin'
+  denormd role --config shop.yaml > role.js               then, in mongosh as an administrator: load('role.js')
   denormd role --name shop-denormd --with-apply           and what `plan --apply` needs
   denormd role --without-oplog                            where nobody may read local.oplog.rs
   denormd role --output json                              the createRole command alone
@@ -347,7 +347,7 @@ Each privilege is preceded by what it is for.")]
     #[command(after_help = "Examples:
   denormd advise --uri mongodb://localhost:27017/shop         no config file is needed
   denormd advise --config shop.yaml --observe 10m             while the application is busy
-  denormd advise --match products.parts.id=parts._id          a relationship that its names do not tell
+  denormd advise --match products.parts.id=parts._id          a relationship that the field names do not show
   denormd advise --output json | jq '.relationships[].advice[] | select(.kind == \"copy\")'
 
 It draws samples, counts along indexes, reads the names of changed fields from the oplog, and takes the members' counters
@@ -378,7 +378,7 @@ A file that exists is not overwritten. Read what it wrote, then: denormd plan --
 The values are kept for seven days (`undo.keep`), unless they need more than `undo.max_bytes`. A value goes back only where its
 place still holds what the first backfill wrote. Values that the rule added where there was none stay, and documents or
 elements that it deleted are not kept. The leader does the work, in pages; without a leader, this command takes the lease
-meanwhile. A rule that runs again is backfilled again, and what that replaces is kept again.
+meanwhile. If you resume the rule, it is backfilled again, and the replaced values are kept again.
 
 Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule is running, or has not run.")]
     Undo {
@@ -592,8 +592,8 @@ resumed rule is backfilled from the start. `denormd status` names the cause `pau
     DeadLetters(DeadLetters),
     /// Succeeds if the running daemon is healthy: for the health checks of containers.
     #[command(after_help = "Examples:
-  HEALTHCHECK CMD [\"denormd\", \"health\"]
-  denormd health --live --config shop.yaml             is its event loop running? Independent of MongoDB
+  HEALTHCHECK CMD [\"denormd\", \"health\", \"--live\"]     is its event loop running? Independent of MongoDB
+  denormd health --config shop.yaml                      for a readiness check
 
 Exit status: 0 ready (or alive), 1 not, or no daemon answers.")]
     Health {

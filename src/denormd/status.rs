@@ -561,7 +561,7 @@ impl Board {
     fn publish(&self, state: &mut State, view: &View, now: i64) {
         match (&view.snapshot, &view.leadership) {
             (Some(snapshot), _) => self.metrics.show(snapshot),
-            (None, Leadership::Standby { .. }) => self.metrics.stands_by(),
+            (None, Leadership::Standby { .. }) => self.metrics.reset_leader_gauges(),
             (None, _) => {}
         }
         self.publish_lags(state, view, now);
@@ -615,8 +615,8 @@ impl Board {
         let own = !matches!(view.leadership, Leadership::Standby { .. });
         // Streams and checkpoints advance also while no rule has a lag.
         if own && (view.snapshot.is_some() || view.lags.overall.is_some()) {
-            metrics.checkpoint_age.set(view.lags.checkpoint);
-            metrics.stream_age.set(view.lags.stream_age);
+            metrics.checkpoint_age.with_label_values::<&str>(&[]).set(view.lags.checkpoint);
+            metrics.stream_age.with_label_values::<&str>(&[]).set(view.lags.stream_age);
         }
         let Some(overall) = view.lags.overall.filter(|_| own) else {
             [&metrics.lag, &metrics.rule_lag, &metrics.rule_chain_lag].into_iter().for_each(GaugeVec::reset);

@@ -74,9 +74,9 @@ pub struct Metrics {
     /// 1 for the reason that limits the speed of the open backfill.
     backfill_held_back: IntGaugeVec,
     /// Age of the checkpoint in seconds; 0 when it is the newest.
-    pub checkpoint_age: Gauge,
+    pub checkpoint_age: GaugeVec,
     /// Age of the last answer of the slowest stream, in seconds.
-    pub stream_age: Gauge,
+    pub stream_age: GaugeVec,
     /// Seconds of oplog behind the checkpoint. No series if it cannot be read.
     pub oplog_headroom: GaugeVec,
     /// Seconds until the checkpoint falls off the oplog at the present rate; infinite while it does not fall behind.
@@ -202,8 +202,8 @@ impl Metrics {
             backfill_scanned: f.int_gauge_vec("denormd_backfill_scanned_targets", "Targets read by the rule's last backfill.", &["rule"])?,
             backfill_held_back: f.int_gauge_vec("denormd_backfill_held_back", "1 for the reason that limits the speed of the rule's backfill.", &["rule", "reason"])?,
             backfill_total: f.int_gauge_vec("denormd_backfill_expected_targets", "Estimated number of targets that the rule's last backfill has to read.", &["rule"])?,
-            checkpoint_age: f.gauge("denormd_checkpoint_age_seconds", "Age in seconds of the checkpoint, from which a restart resumes; 0 if it is up to date.")?,
-            stream_age: f.gauge("denormd_stream_age_seconds", "Seconds since the last answer of the slowest change stream, with or without events.")?,
+            checkpoint_age: f.gauge_vec("denormd_checkpoint_age_seconds", "Age in seconds of the checkpoint, from which a restart resumes; 0 if it is up to date.", &[])?,
+            stream_age: f.gauge_vec("denormd_stream_age_seconds", "Seconds since the last answer of the slowest change stream, with or without events.", &[])?,
             oplog_headroom: f.gauge_vec("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the checkpoint; absent when the oplog cannot be read.", &[])?,
             oplog_loss: f.gauge_vec("denormd_oplog_time_to_loss_seconds", "Seconds until the oplog no longer reaches back to the checkpoint, at the rate of the last minutes; +Inf while the checkpoint does not fall behind.", &[])?,
             oplog_readable: f.int_gauge("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
@@ -396,15 +396,16 @@ impl Metrics {
         }
     }
 
-    /// Sets the gauges of the pipelines to zero, as they are in an instance that has never led: another one leads.
-    pub fn stands_by(&self) {
+    /// Clears the gauges that a leader sets, in an instance that stands by: those that count are 0 again, the others absent.
+    pub fn reset_leader_gauges(&self) {
         self.queue_depth.set(0);
-        self.checkpoint_age.set(0.0);
-        self.stream_age.set(0.0);
-        self.backfill_held_back.reset();
+        self.oplog_readable.set(0);
         for rule in rules_of(&self.max_lag) {
             self.counts_of_a_rule().into_iter().for_each(|family| family.with_label_values(&[&rule]).set(0));
         }
+        let absent = [&self.checkpoint_age, &self.stream_age, &self.oplog_headroom, &self.oplog_loss, &self.clock_skew];
+        absent.into_iter().for_each(GaugeVec::reset);
+        self.backfill_held_back.reset();
     }
 
     /// Records the number of partitions of the deployment; this process leads none of them yet.

@@ -52,9 +52,9 @@ pub struct Snapshot {
     pub backfills: BTreeMap<String, BackfillProgress>,
     /// The audit of each rule that is audited, by the rule's name.
     pub audits: BTreeMap<String, AuditProgress>,
-    /// For each rule with `on_drift: report`, by its name: targets found to differ from their definition, which stay so, in the last
-    /// round of the audit and since; under `guard: watch`, since the start of this process or the last backfill.
-    pub differing: BTreeMap<String, u64>,
+    /// For each rule with targets that differ from their definition and were not repaired (`on_drift: report`), by its name: time at
+    /// which the last one was found. Ends with an audit round or a backfill that began later.
+    pub unrepaired: BTreeMap<String, Instant>,
     /// Time at which the last write was acknowledged.
     pub last_write: Option<Instant>,
     /// The state database has an older position than this pipeline has saved: the pipeline has ended, and the next one
@@ -84,7 +84,7 @@ impl Snapshot {
             degraded: BTreeSet::new(),
             backfills: BTreeMap::new(),
             audits: BTreeMap::new(),
-            differing: BTreeMap::new(),
+            unrepaired: BTreeMap::new(),
             last_write: None,
             rewound: false,
             ended: false,
@@ -136,18 +136,19 @@ impl Snapshot {
         self.states.get(rule).is_none_or(|state| !state.is_stopped())
     }
 
-    /// Names of the rules with targets that are known to differ from their definition and stay so.
-    pub fn rules_left_differing(&self) -> impl Iterator<Item = &String> {
-        self.differing.iter().filter(|(_, targets)| **targets > 0).map(|(rule, _)| rule)
+    /// Records that every target of the rule has been compared or written since `begun`.
+    pub fn passed(&mut self, rule: &str, begun: Instant) {
+        self.unrepaired.retain(|name, found| name != rule || *found >= begun);
     }
 
-    /// Keeps the progress of the jobs of the pipeline before this one, for those that have not started again, and the number of targets
-    /// that differ.
+    /// Keeps the progress of the jobs of the pipeline before this one, for those that have not started again, and its rules'
+    /// unrepaired drift.
     pub fn inherit(&mut self, before: &Self) {
         let (backfills, audits) = (before.backfills.clone(), before.audits.clone());
         self.backfills = backfills.into_iter().chain(std::mem::take(&mut self.backfills)).collect();
         self.audits = audits.into_iter().chain(std::mem::take(&mut self.audits)).collect();
-        self.differing = before.differing.clone().into_iter().chain(std::mem::take(&mut self.differing)).collect();
+        let unrepaired = before.unrepaired.clone().into_iter().chain(std::mem::take(&mut self.unrepaired));
+        self.unrepaired = unrepaired.filter(|(name, _)| self.rules.iter().any(|rule| rule.name == *name)).collect();
     }
 
     /// This snapshot with the rules and streams of another one. A rule that this one lacks has the other one's state, and a stream
@@ -212,7 +213,7 @@ impl Snapshot {
             degraded: self.degraded.union(&other.degraded).copied().collect(),
             backfills: joined(self.backfills, other.backfills, BackfillProgress::joined),
             audits: joined(self.audits, other.audits, AuditProgress::joined),
-            differing: joined(self.differing, other.differing, |a, b| a + b),
+            unrepaired: joined(self.unrepaired, other.unrepaired, |a, b| *a.max(b)),
             last_write: self.last_write.max(other.last_write),
             rewound: self.rewound || other.rewound,
             ended: self.ended || other.ended,

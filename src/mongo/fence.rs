@@ -7,11 +7,12 @@
 //! end, by the cluster time, which never goes back on a later primary. A successor takes over with a write whose
 //! cluster time is past that end; from then on no primary runs a command of its predecessor.
 
-use parking_lot::Mutex;
 use std::{
     sync::atomic::{AtomicBool, AtomicI64, Ordering},
     time::Duration,
 };
+
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::error::{Error, Kind, Result};

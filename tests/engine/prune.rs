@@ -10,12 +10,15 @@ use denormd_engine::{
     },
     deployment::repartitioning::divide,
 };
-use denormd_fixture::TestDb;
+use denormd_fixture::{ReplicaSet, TestDb};
 use denormd_mongo::Server;
 
-use crate::support::{
-    daemon::{Daemon, all, config},
-    process::Program,
+use crate::{
+    engine::fan_outs::fail,
+    support::{
+        daemon::{Daemon, all, config},
+        process::Program,
+    },
 };
 
 const OTHER: &str =
@@ -110,18 +113,35 @@ async fn a_command_that_fails_leaves_no_request() {
     assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before));
 }
 
-/// The leader tried again for as long as the command waited, without a word to it, and carried out no other request.
+/// A validator refuses each write. Of other errors that no retry overcomes, the command did not hear: the leader tried again for as
+/// long as it waited, and carried out no other request.
 #[tokio::test]
-async fn a_request_that_the_server_refuses_is_answered() {
-    let test = denormd_fixture::database().await;
+async fn a_request_that_cannot_succeed_is_answered() {
+    const CHANGE_STREAM_HISTORY_LOST: i32 = 286;
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
     logs(&test).await;
     have_run(&test, LABEL).await;
     let before = labels(&test).await;
-    let validator = doc! {"label": {"$exists": true}};
-    test.database().run_command(doc! {"collMod": "logs", "validator": validator}).await.unwrap();
-    let told = Program::new(&config(&test, OTHER)).run(&["prune", "label"]).await.exits(4).err;
+    let program = Program::new(&config(&test, OTHER));
+    let validator = async |validator: Document| {
+        test.database().run_command(doc! {"collMod": "logs", "validator": validator}).await.unwrap();
+    };
+    validator(doc! {"label": {"$exists": true}}).await;
+    let told = program.run(&["prune", "label"]).await.exits(4).err;
     assert!(told.contains("the leader refuses this: ") && told.contains("121"), "{told}");
+    assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before.clone()));
+    validator(doc! {}).await;
+    let update = doc! {
+        "failCommands": ["update"], "namespace": format!("{}.logs", test.name), "errorCode": CHANGE_STREAM_HISTORY_LOST,
+    };
+    fail(&test, "alwaysOn", update).await;
+    let told = program.run(&["prune", "label"]).await.exits(4).err;
+    assert!(told.contains("the leader refuses this: ") && told.contains("286"), "{told}");
     assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before));
+    fail(&test, "off", doc! {}).await;
+    program.run(&["prune", "label"]).await.exits(0);
+    assert_eq!(labels(&test).await, [None, None, None]);
 }
 
 /// A command that is killed cannot withdraw its request.

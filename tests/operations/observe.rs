@@ -393,7 +393,7 @@ async fn commands_ask_the_daemon_and_a_taken_port_is_told_at_once() {
         (code, told.as_str()),
         (
             Some(0),
-            "these rules may lack changes: ip, note. Each is paused, blocked, unavailable or in shadow, waits for `denormd backfill`, has dead letters, does not run yet as this config defines it, or reads the copies of such a rule\n"
+            "these rules may lack changes: ip, note. Each is paused, blocked, unavailable or in shadow, waits for `denormd backfill`, has dead letters or unrepaired drift, does not run yet as this config defines it, or reads the copies of such a rule\n"
         )
     );
     assert_eq!(run(&["resume", "ip"]).0, Some(0));

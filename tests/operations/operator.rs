@@ -283,8 +283,10 @@ async fn drift_that_is_only_reported_is_a_cause_until_a_backfill() {
     let status = running.until("the cause", |status| causes(status).contains(&"drift_unrepaired")).await;
     let cause = status.causes.iter().find(|cause| cause.cause == "drift_unrepaired").unwrap();
     assert_eq!((cause.rules.as_slice(), cause.severe), (["host".to_owned()].as_slice(), false));
-    let is_named = |status: &Status| status.summary.contains("`on_drift: report` leaves them so");
+    let is_named = |status: &Status| status.summary.contains("differ from their definition and are not repaired");
     running.until("the summary names it", is_named).await;
+    let is_excepted = |status: &Status| status.current.as_ref().is_some_and(|current| current.except == ["host"]);
+    running.until("it is no part of what is current", is_excepted).await;
     let (code, told, error) = running.command(&["wait", "--output", "json"]);
     assert_eq!(code, Some(0), "{error}");
     assert_eq!(serde_json::from_str::<serde_json::Value>(&told).unwrap()["except"], json!(["host"]));

@@ -168,7 +168,9 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         let undo = &loaded.config.undo;
         if matches!(reason, BlockReason::Adoption(_)) && undo.enabled {
             let keep = span(undo.keep);
-            print(&format!("values that it replaces are kept for {keep}: `denormd undo {rule}` puts them back\n"));
+            print(&format!(
+                "values that it replaces are kept for {keep}: `denormd pause {rule}`, then `denormd undo {rule}` puts them back\n"
+            ));
         }
     }
     let done = with_a_leader(loaded, &context, wait(&store, &context, &[rule.to_owned()])).await?;

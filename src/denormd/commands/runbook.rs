@@ -18,6 +18,8 @@ const RUNBOOK: &str = include_str!("../../../deploy/RUNBOOK.md");
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// The time that an oplog should cover, in seconds: a long weekend.
 const ENOUGH: f64 = 3.0 * 86_400.0;
+/// The least size that `replSetResizeOplog` accepts, in megabytes.
+const LEAST: u64 = 990;
 
 /// Prints the section of an alert, or the names of all alerts.
 pub async fn runbook(output: Output, alert: Option<&str>, daemon: client::Daemon) -> Result<(), Failure> {
@@ -170,12 +172,13 @@ fn oplog(status: &Status) -> String {
     }
 }
 
-/// An oplog size in megabytes that covers three days at the current write rate; None if the oplog already does.
+/// An oplog size in megabytes that covers three days at the current write rate, and that the server accepts; None if the oplog
+/// already covers them.
 fn enough(status: &Status) -> Option<u64> {
     let (size, bridged) = (status.oplog.size_megabytes?, status.oplog.bridged_seconds?);
     let wanted = (size * ENOUGH / bridged.max(60.0) / 100.0).ceil() * 100.0;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a size in megabytes")]
-    (bridged < ENOUGH).then_some(wanted as u64)
+    (bridged < ENOUGH).then_some(LEAST.max(wanted as u64))
 }
 
 fn age(status: &Status, at: i64) -> f64 {

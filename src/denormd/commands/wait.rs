@@ -35,7 +35,7 @@ pub async fn wait(
         let except: Vec<&str> = except.iter().filter_map(serde_json::Value::as_str).collect();
         if !except.is_empty() && output == Output::Text {
             notice(&format!(
-                "these rules may lack changes: {}. Each is paused, blocked, unavailable or in shadow, waits for `denormd backfill`, has dead letters, does not run yet as this config defines it, or reads the copies of such a rule",
+                "these rules may lack changes: {}. Each is paused, blocked, unavailable or in shadow, waits for `denormd backfill`, has dead letters or unrepaired drift, does not run yet as this config defines it, or reads the copies of such a rule",
                 except.join(", ")
             ));
         }

@@ -87,14 +87,16 @@ struct Whole {
     context: Arc<Context>,
     partitions: u32,
     attached: Vec<Arc<Context>>,
-    /// The rules that do not run yet here.
+    /// The rules that do not run yet here, and on a standby those with unrepaired drift, as far as the leaders have reported it.
+    /// A leader of some partitions does not know the drift in the others.
     starting: BTreeSet<String>,
 }
 
 impl Whole {
     fn of(board: &Board) -> Result<Self, String> {
         // In this order: a config that is put into force in between adds exceptions, and hides none.
-        let (context, starting, attached) = (board.context(), board.starting(), board.all_attached());
+        let (context, mut starting, attached) = (board.context(), board.starting(), board.all_attached());
+        starting.extend(board.reported_drift());
         let leadership = board.leadership();
         let stands_by = matches!(leadership, Leadership::Standby { .. });
         if !stands_by && attached.is_empty() {
@@ -181,7 +183,7 @@ impl Whole {
             let snapshot = context.published.borrow();
             let not_live = snapshot.in_state(in_state).into_iter();
             let not_live = not_live.filter_map(|rule| Some(snapshot.rules.get(rule)?.name.clone()));
-            not_live.chain(snapshot.rules_left_differing().cloned()).collect::<Vec<_>>()
+            not_live.chain(snapshot.unrepaired.keys().cloned()).collect::<Vec<_>>()
         });
         let mut except: BTreeSet<String> = held.collect();
         let server = self.context.server.unfenced();

@@ -151,9 +151,8 @@ fn of_the_rules(
     if !state.dead_letters.is_empty() {
         say(Cause::DeadLetters, state.dead_letters.keys().cloned().collect());
     }
-    let differing: Vec<String> = seen.rules_left_differing().cloned().collect();
-    if !differing.is_empty() {
-        say(Cause::DriftUnrepaired, differing);
+    if !seen.unrepaired.is_empty() {
+        say(Cause::DriftUnrepaired, seen.unrepaired.keys().cloned().collect());
     }
 }
 

@@ -230,7 +230,7 @@ fn except(
 ) -> BTreeSet<String> {
     let stopped = seen.in_state(|state| *state != RuleState::Live);
     let stopped = stopped.union(&seen.degraded).filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone());
-    let incomplete = stopped.chain(dead_letters.keys().cloned()).collect();
+    let incomplete = stopped.chain(dead_letters.keys().cloned()).chain(seen.unrepaired.keys().cloned()).collect();
     let shadow = context.plan.rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone());
     context.plan.with_fed(incomplete).into_iter().chain(shadow).collect()
 }

@@ -139,7 +139,7 @@ fn lag(status: &Status) -> Option<String> {
         } else if has(Cause::DeadLetters) {
             "Not behind. Some documents could not be written and became dead letters.".to_owned()
         } else if has(Cause::DriftUnrepaired) {
-            "Not behind. Some targets differ from their definition, and `on_drift: report` leaves them so.".to_owned()
+            "Not behind. Some targets differ from their definition and are not repaired.".to_owned()
         } else if overall > 0.0 || status.rules.iter().any(|rule| rule.late_keys > 0) {
             "Not behind: changes are applied within seconds.".to_owned()
         } else if !status.rules.iter().all(is_copied) {

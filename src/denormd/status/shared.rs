@@ -14,6 +14,7 @@ use denormd_engine::{
         instances::{self, Instance},
         lease::Holder,
     },
+    metrics::Cause,
     reconcile::Context,
 };
 use denormd_mongo::{
@@ -106,6 +107,14 @@ impl Board {
         } else {
             self.hear(TIMEOUT).await;
         }
+    }
+
+    /// On a standby, the rules with unrepaired drift by the leaders' reports.
+    pub(crate) fn reported_drift(&self) -> Vec<String> {
+        let state = self.state();
+        let causes = state.shared.report.iter().flat_map(|report| &report.status.causes);
+        let drift = causes.filter(|cause| cause.cause == Cause::DriftUnrepaired.name());
+        drift.flat_map(|cause| cause.rules.iter().cloned()).collect()
     }
 
     /// On a standby, reads the leaders' current reports. If that fails, the earlier report stays, and ages.

@@ -300,8 +300,7 @@ impl Store {
                 Answer::Done => return Ok(()),
                 Answer::Waiting => tokio::time::sleep(POLL_INTERVAL).await,
                 Answer::Refused(why) => {
-                    return Err(Error::new(Kind::State, format!("the leader refuses this: {why}"))
-                        .hint("does the leader run with this config?"));
+                    return Err(Error::new(Kind::State, format!("the leader refuses this: {why}")));
                 }
             }
         }

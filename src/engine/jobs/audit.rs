@@ -84,8 +84,6 @@ struct Round {
     compared: u64,
     total: Option<u64>,
     unknown: u64,
-    /// Targets that differ and stay so (`on_drift: report`).
-    differing: u64,
     /// True while the sources of a rule that creates its targets are read: documents may be absent.
     in_sources: bool,
     ended: bool,
@@ -94,7 +92,7 @@ struct Round {
 impl Round {
     fn begin(total: Option<u64>) -> Self {
         let begun = Instant::now();
-        Self { begun, after: None, compared: 0, total, unknown: 0, differing: 0, in_sources: false, ended: false }
+        Self { begun, after: None, compared: 0, total, unknown: 0, in_sources: false, ended: false }
     }
 }
 
@@ -129,21 +127,17 @@ impl Audit<'_> {
             let before = round.clone();
             let suspects = self.turn(round).await?;
             if !suspects.is_empty() {
-                match self.second_look(&suspects).await {
-                    Ok(Some(left)) => round.differing += left,
-                    interrupted => {
-                        // They are suspects again in the next attempt.
-                        *round = before;
-                        return interrupted.map(drop);
-                    }
+                let looked = self.second_look(&suspects).await;
+                if !matches!(looked, Ok(true)) {
+                    // They are suspects again in the next attempt.
+                    *round = before;
+                    return looked.map(drop);
                 }
             }
         }
-        let Round { unknown, differing, .. } = *round;
+        let begun = round.begun;
         self.context.published.update(|snapshot| {
-            let known = snapshot.differing.entry(self.rule.name.clone()).or_default();
-            // A target that could not be compared may be one of those found before.
-            *known = if unknown == 0 { differing } else { differing.max(*known) };
+            snapshot.passed(&self.rule.name, begun);
             false
         });
         *current = None;
@@ -214,14 +208,13 @@ impl Audit<'_> {
 
     /// Compares the suspects again once everything visible to the first comparison is applied. A target that still
     /// differs in the same way was changed by another writer. One that differs in another way is being updated, and the
-    /// next round checks it. Returns the number of targets that stay as they are (`on_drift: report`); None if a backfill or a fan-out
-    /// job begins meanwhile.
-    async fn second_look(&self, suspects: &[Mismatch]) -> Result<Option<u64>> {
+    /// next round checks it. Returns false if a backfill or a fan-out job begins meanwhile.
+    async fn second_look(&self, suspects: &[Mismatch]) -> Result<bool> {
         let seen = self.context.server.operation_time().await?;
         tokio::time::sleep(CONFIRMATION_DELAY).await;
         loop {
             match (self.applied)(self.rule.id) {
-                None => return Ok(None),
+                None => return Ok(false),
                 Some(applied) if applied >= seen => break,
                 Some(_) => tokio::time::sleep(ARRIVED).await,
             }
@@ -244,10 +237,10 @@ impl Audit<'_> {
         drift.retain(|mismatch| !refused(mismatch));
         drifted(self.context, self.rule, &drift);
         if self.rule.on_drift == OnDrift::Report || drift.is_empty() {
-            return Ok(Some(drift.len() as u64));
+            return Ok(true);
         }
         let requests = drift.into_iter().flat_map(|m| reference_requests(self.rule, &Key::one(m.target), m.references));
         Requested::send(self.out, requests.collect(), time).await?.done().await?;
-        Ok(Some(0))
+        Ok(true)
     }
 }

@@ -158,6 +158,8 @@ impl RuleBackfill<'_> {
         let server = &self.context.server;
         let mut pending: VecDeque<Pending> = VecDeque::new();
         let mut after = request.after.clone();
+        let is_whole = after.is_none() && !request.in_sources;
+        let begun = Instant::now();
         let mut targets = 0_u64;
         let time = server.operation_time().await?;
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
@@ -206,7 +208,14 @@ impl RuleBackfill<'_> {
             // Those that it has created as well.
             targets = self.count(&self.rule.target, None).await.unwrap_or(targets);
         }
-        self.finish(request, (targets, expected)).await
+        let done = self.finish(request, (targets, expected)).await?;
+        if done && is_whole {
+            published.update(|snapshot| {
+                snapshot.passed(&self.rule.name, begun);
+                false
+            });
+        }
+        Ok(done)
     }
 
     /// Records the end of a backfill. False if it was requested again meanwhile.
@@ -220,10 +229,6 @@ impl RuleBackfill<'_> {
             published.backfill(&self.rule.name, |progress| {
                 (progress.ended, progress.scanned) = (Some(Instant::now()), targets);
                 progress.dead_letters = dead_letters;
-            });
-            published.update(|snapshot| {
-                snapshot.differing.remove(&self.rule.name);
-                false
             });
             match dead_letters {
                 0 => tracing::info!(rule = %self.rule.name, targets, "backfill done"),

@@ -100,7 +100,7 @@ pub async fn carry_out(
 ) -> Result<RequestOutcome> {
     if let Some(taken) = paths.iter().find(|retired| is_owned(&context.plan, retired)) {
         return Ok(RequestOutcome::Refused(format!(
-            "a rule that it runs owns `{}` of `{}`",
+            "a rule that it runs owns `{}` of `{}`: does it run with this config?",
             taken.path, taken.collection
         )));
     }

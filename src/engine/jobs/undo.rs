@@ -25,7 +25,7 @@ use crate::{
 use denormd_model::{failpoint, field_path::FieldPath, key::Key, rule_state::RuleState};
 use denormd_mongo::{
     Reads,
-    error::{Error, Kind, Result},
+    error::{Error, Result},
 };
 
 /// Time limit for deleting kept values that are put back.
@@ -131,13 +131,7 @@ pub async fn carry_out(
     if !store.is_last(&context.server, asked.id).await? {
         return Ok(RequestOutcome::Stopped);
     }
-    match put_back(context, store, asked, stop).await {
-        // It would be refused again, and keep every later request waiting.
-        Err(error) if matches!(error.kind, Kind::Refused | Kind::Privilege) => {
-            Ok(RequestOutcome::Refused(error.message))
-        }
-        carried => carried,
-    }
+    put_back(context, store, asked, stop).await
 }
 
 fn retired((collection, path): (String, String)) -> Option<Retired> {

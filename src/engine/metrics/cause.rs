@@ -35,7 +35,7 @@ pub enum Cause {
     AwaitingBackfill,
     /// Dead letters exist.
     DeadLetters,
-    /// Targets differ from their definition, and `on_drift: report` leaves them so.
+    /// Targets differ from their definition and are not repaired (`on_drift: report`).
     DriftUnrepaired,
     /// The checkpoint will soon fall off the oplog.
     OplogShort,
@@ -160,7 +160,7 @@ impl Cause {
                 "changes are applied, but existing data waits for a backfill (`backfill: manual`)"
             }
             Self::DeadLetters => "documents that could not be read or written became dead letters",
-            Self::DriftUnrepaired => "targets differ from their definition, and `on_drift: report` leaves them so",
+            Self::DriftUnrepaired => "targets differ from their definition and are not repaired (`on_drift: report`)",
             Self::OplogShort => "the checkpoint will soon fall off the oplog",
             Self::CheckpointUnsaved => {
                 "the checkpoint cannot be saved: a restart would read all changes since the last one again"
@@ -191,7 +191,9 @@ impl Cause {
             Self::SourceGone => {
                 "restore the collection: the rule resumes by itself if it would remove at most a tenth of its values; `denormd unblock RULE` agrees to the loss"
             }
-            Self::RemovalLimit => "find out what deleted so many sources; `denormd unblock RULE` agrees to the loss",
+            Self::RemovalLimit => {
+                "find out what deleted so many sources, and restore them if it was a mistake; then `denormd unblock RULE` lets the rule run and agrees to what is still lost"
+            }
             Self::Adoption => {
                 "`denormd plan` says what it would change; `denormd unblock RULE` agrees, or correct the rule in the config"
             }
@@ -206,10 +208,10 @@ impl Cause {
             Self::AwaitingBackfill => "`denormd backfill --rule RULE` when ready",
             Self::DeadLetters => "`denormd dead-letters list` shows which and why; they are retried automatically",
             Self::DriftUnrepaired => {
-                "`denormd check --rule RULE` lists them, and `--repair` writes them; find out which program changes them"
+                "find out which program writes them; `denormd check --rule RULE` lists them, `denormd backfill --rule RULE` repairs them"
             }
             Self::OplogShort => {
-                "remove the cause of the lag, or enlarge the oplog: db.adminCommand({replSetResizeOplog: 1, size: …})"
+                "remove the cause of the lag, or enlarge the oplog on every member: db.adminCommand({replSetResizeOplog: 1, size: Double(MB)})"
             }
             Self::CheckpointUnsaved => {
                 "see the errors below: the state database must be writable. Once the oplog no longer reaches back to the checkpoint, a restart backfills every rule"

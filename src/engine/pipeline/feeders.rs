@@ -152,7 +152,13 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
                 }
             };
             let Some(rule) = context.plan.named(&asked.rule) else {
-                store.refuse_request(&context.server, asked.id, "the leader has no rule of that name").await?;
+                store
+                    .refuse_request(
+                        &context.server,
+                        asked.id,
+                        "the leader has no rule of that name: does it run with this config?",
+                    )
+                    .await?;
                 continue;
             };
             let requests = targets.into_iter().map(|id| target_request(rule, Key::one(id))).collect();
@@ -179,7 +185,11 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
             Ok(RequestOutcome::Stopped) => Ok(()),
             Err(error) if error.is_transient() => Err(error),
             // It would fail again, and no other request would have its turn.
-            Err(error) => store.refuse_request(&context.server, asked.id, &error.message).await,
+            Err(error) => {
+                tracing::warn!(rule = asked.rule, error = %error.message, "the request of a command is refused");
+                context.metrics.record_error(Some(&asked.rule), "carry out the request of a command", &error);
+                store.refuse_request(&context.server, asked.id, &error.to_string()).await
+            }
         }
     };
     while stop.run_until_cancelled(tokio::time::sleep(READ_STATES)).await.is_some() {

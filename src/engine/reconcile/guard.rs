@@ -131,7 +131,7 @@ pub fn drifted(context: &Context, rule: &Rule, targets: &[Mismatch]) {
     }
     if !repaired {
         context.published.update(|snapshot| {
-            *snapshot.differing.entry(rule.name.clone()).or_default() += targets.len() as u64;
+            snapshot.unrepaired.insert(rule.name.clone(), Instant::now());
             false
         });
     }

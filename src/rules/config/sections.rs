@@ -154,6 +154,15 @@ impl Pattern {
             Self::Aggregate(_) => "aggregate",
         }
     }
+
+    /// The reaction to a missing source.
+    #[must_use]
+    pub fn on_missing(&self) -> OnMissing {
+        match self {
+            Self::Copy(copy) => copy.on_missing,
+            Self::Collect(_) | Self::Aggregate(_) => OnMissing::Unset,
+        }
+    }
 }
 
 /// One side of a rule, written as a collection's name or as `{ collection, where }`.

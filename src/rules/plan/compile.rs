@@ -137,10 +137,7 @@ impl Compiler<'_> {
             pair_filter,
             of_target,
             tree,
-            on_missing: match &rule.pattern {
-                Pattern::Copy(copy) => copy.on_missing,
-                Pattern::Collect(_) | Pattern::Aggregate(_) => OnMissing::Unset,
-            },
+            on_missing: rule.pattern.on_missing(),
             creates: relation.target.create.then_some(creates),
             touch,
             source_reads,

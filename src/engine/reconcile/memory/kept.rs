@@ -2,9 +2,8 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use parking_lot::Mutex;
-
 use bson::{Binary, Bson};
+use parking_lot::Mutex;
 
 use crate::checkpoint::kept::Keeping;
 use denormd_model::key::whole_number;

@@ -7,7 +7,6 @@ use std::{
 };
 
 use parking_lot::Mutex;
-
 use tokio::time::Instant;
 
 use denormd_model::key::Key;

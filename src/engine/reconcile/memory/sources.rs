@@ -2,9 +2,8 @@
 
 use std::collections::HashMap;
 
-use parking_lot::Mutex;
-
 use bson::Bson;
+use parking_lot::Mutex;
 
 use denormd_model::namespace::Namespace;
 

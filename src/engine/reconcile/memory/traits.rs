@@ -3,7 +3,6 @@
 use std::{collections::HashMap, time::Duration};
 
 use parking_lot::Mutex;
-
 use tokio::time::Instant;
 
 use crate::{
