@@ -123,9 +123,9 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Reads all targets with one cursor. Returns false if the job was superseded or no longer exists.
-    async fn in_one_read(&mut self, job: &mut FanOut) -> Result<bool> {
-        let JobRunner { context, rule, .. } = self.runner;
+    /// Reads all targets that `rule` chooses with one cursor. Returns false if the job was superseded or no longer exists.
+    async fn in_one_read(&mut self, job: &mut FanOut, rule: &Rule) -> Result<bool> {
+        let context = self.runner.context;
         let Subject { task, key, .. } = &job.subject;
         let Some(command) = read::found_in_order(rule, *task, key, job.after.as_ref()) else { return Ok(true) };
         let command = limited(command, context.limits.read_timeout);
@@ -285,7 +285,14 @@ impl JobRunner<'_> {
         let done = if job.in_parts {
             pass.in_parts(job).await?
         } else {
-            match pass.in_one_read(job).await {
+            let read = match pass.in_one_read(job, self.rule).await {
+                // `where` cannot be evaluated on one of them. Each write names it again: only that one becomes a dead letter.
+                Err(error) if error.is_refusal() && self.rule.target.filter.is_some() => {
+                    pass.in_one_read(job, &self.rule.without_target_filter()).await
+                }
+                read => read,
+            };
+            match read {
                 Err(error) if error.is_read_timeout() && job.after == pass.begun => {
                     tracing::info!(rule = %self.rule.name, "one read for all targets takes too long: reading the collection in parts");
                     // The order may differ: it restarts with the first part, and stays with parts from then on.

@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use bson::{Bson, Document, RawBson, RawDocumentBuf, cstr, doc};
+use bson::{Bson, Document, RawBson, RawBsonRef, RawDocumentBuf, cstr, doc};
 
 use crate::reconcile::{
     batch::{End, Item, Run, backoff, newest, source_gone},
@@ -64,12 +64,12 @@ impl Run<'_> {
             let differences = compared.differences().filter(|one| !(self.detached && dangles(one)));
             let differences: Vec<Difference> = differences.cloned().collect();
             if differences.iter().any(|one| dangles(one) && loses(self.rule, one)) {
-                losing.push(nth);
+                losing.push((nth, self.loss(&item.key, compared.fingerprint())));
             }
             found.push(TargetDifferences { nth, read, differences });
         }
-        if !losing.is_empty() && !self.may_lose_named(losing.iter().map(|nth| &items[*nth].key)).await? {
-            for nth in losing {
+        if !losing.is_empty() && !self.may_lose_named(losing.iter().map(|(_, loss)| *loss).collect()).await? {
+            for (nth, _) in losing {
                 items[nth].end = Some(End::RemovalLimit);
             }
         }
@@ -139,7 +139,12 @@ fn loses(rule: &Rule, Difference { expected, stored, .. }: &Difference) -> bool 
     match (&rule.values, expected, stored) {
         (Values::Set { .. }, _, stored) => !matches!(stored, None | Some(RawBson::Null)),
         (Values::Into { .. }, Some(RawBson::Array(expected)), Some(RawBson::Array(stored))) => {
-            expected.into_iter().count() < stored.into_iter().count()
+            let mut expected = expected.into_iter().flatten();
+            // One of them has no place any more, or becomes null (`on_missing: null`).
+            stored.into_iter().flatten().any(|stored| match expected.next() {
+                None => true,
+                Some(expected) => expected == RawBsonRef::Null && stored != RawBsonRef::Null,
+            })
         }
         _ => false,
     }

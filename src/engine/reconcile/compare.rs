@@ -415,8 +415,16 @@ pub async fn compare_ids_each(
     let mut failing = 0;
     let mut parts = vec![ids];
     while let Some(part) = parts.pop() {
-        if let Some(targets) = by_ids(context, rule, part, after, &mut parts).await? {
-            failing += compare_each(context, rule, &targets, after, take).await?;
+        match by_ids(context, rule, part, after, &mut parts).await {
+            Ok(Some(targets)) => failing += compare_each(context, rule, &targets, after, take).await?,
+            Ok(None) => {}
+            Err(error) if !error.is_refusal() => return Err(error),
+            Err(_) if part.len() > 1 => {
+                let (front, back) = part.split_at(part.len() / 2);
+                parts.extend([back, front]);
+            }
+            // The rule's `where` cannot be evaluated on it.
+            Err(_) => failing += 1,
         }
     }
     Ok(failing)

@@ -59,7 +59,7 @@ impl Run<'_> {
             return Ok(());
         }
         let losing = doc! {"$and": [one_of("_id", ids.iter()), {"$expr": nothing_else(creates)}]};
-        if !self.may_lose(losing, newest(items)).await? {
+        if !self.may_lose(losing, newest(items), &|id| self.loss(id, ())).await? {
             for item in items.iter_mut().filter(|item| is_deleted(&&**item)) {
                 item.end = Some(End::RemovalLimit);
             }
@@ -141,6 +141,13 @@ pub struct Sources {
     pub last: Option<Bson>,
 }
 
+impl Sources {
+    fn extend(&mut self, other: Self) {
+        self.absent.extend(other.absent);
+        self.unusable.extend(other.unusable);
+    }
+}
+
 impl Context {
     /// The keys of the intervals that contain the dates of these keys; the same keys for rules without intervals.
     pub async fn bucket_keys(&self, rule: &Rule, keys: &[&Key]) -> Result<Vec<Key>> {
@@ -175,9 +182,27 @@ impl Context {
         Ok(Sources { last: page.last, ..sources })
     }
 
-    /// Finds out which documents of these sources are absent.
+    /// Finds out which documents of these sources are absent. A source whose keys the server cannot compute counts as unusable.
     pub async fn documents_of(&self, rule: &Rule, sources: &[Document], time: ClusterTime) -> Result<Sources> {
-        let mut out = Sources { read: sources.len() as u64, ..Sources::default() };
+        let mut all = Sources::default();
+        let mut stack = vec![sources];
+        while let Some(part) = stack.pop() {
+            match self.documents_of_at_once(rule, part, time).await {
+                Ok(found) => all.extend(found),
+                Err(error) if !error.is_refusal() => return Err(error),
+                Err(_) if part.len() > 1 => {
+                    let (front, back) = part.split_at(part.len() / 2);
+                    stack.extend([back, front]);
+                }
+                Err(_) => all.unusable.extend(part.iter().map(Key::of_document)),
+            }
+        }
+        all.read = sources.len() as u64;
+        Ok(all)
+    }
+
+    async fn documents_of_at_once(&self, rule: &Rule, sources: &[Document], time: ClusterTime) -> Result<Sources> {
+        let mut out = Sources::default();
         let mut keys: Vec<Key> = Vec::new();
         for source in sources {
             if rule.reference.has_unusable_value(source) {

@@ -92,11 +92,8 @@ impl Run<'_> {
     /// Writes the named targets of one key in steps, and records a dead letter for each target that the server refuses.
     /// All targets of a key would be too many to hold: they become a fan-out job.
     pub(super) async fn in_steps(&self, item: &Item, rows: &Rows, cause: Error) -> Result<End> {
-        if self.task == Task::Target {
-            return Ok(self.dead_letter(&item.key, None, &cause).await);
-        }
         // The key has one document.
-        if self.rule.creates.is_some() {
+        if self.task == Task::Target || self.rule.creates.is_some() {
             let is_patient = !cause.is_command_timeout() || item.work.attempts >= PATIENT;
             return if is_patient { Ok(self.dead_letter(&item.key, None, &cause).await) } else { Err(cause) };
         }

@@ -159,8 +159,10 @@ impl Run<'_> {
             return Ok(true);
         }
         let is_nothing = |field: &Field| matches!(field, None | Some(bson::RawBson::Null));
+        let has_otherwise = matches!(self.rule.values, Values::Set { otherwise: Some(_), .. });
         let mut whole: Vec<(&Key, &Desired)> = Vec::new();
         let mut clauses = Vec::new();
+        let mut lost: HashMap<&Key, Vec<&Key>> = HashMap::new();
         for (nth, target, content) in wanted {
             let id = &items[*nth].key;
             let missing = &dangling[id];
@@ -170,18 +172,21 @@ impl Run<'_> {
             match content {
                 Content::Whole(desired) => whole.push((id, desired)),
                 Content::Elements(elements) => {
-                    let losing =
-                        elements.iter().filter(|(nth, fields)| missing.contains(nth) && fields.iter().all(is_nothing));
-                    let keys: Vec<&Key> = losing.filter_map(|(nth, _)| target.references.get(*nth)?.as_ref()).collect();
-                    if !keys.is_empty() {
-                        let id = id.values().first().cloned().unwrap_or(Bson::Null);
-                        clauses.push(doc! {"$and": [{"_id": {"$eq": id}}, read::has_values(self.rule, &keys)]});
+                    let losing = elements.iter().filter(|(nth, fields)| {
+                        missing.contains(nth) && (has_otherwise || fields.iter().all(is_nothing))
+                    });
+                    for (nth, fields) in losing {
+                        let Some(key) = target.references.get(*nth).and_then(Option::as_ref) else { continue };
+                        let stored = id.values().first().cloned().unwrap_or(Bson::Null);
+                        let has_values = read::has_values(self.rule, &[key], fields);
+                        clauses.push(doc! {"$and": [{"_id": {"$eq": stored}}, has_values]});
+                        lost.entry(id).or_default().push(key);
                     }
                 }
             }
         }
         if !clauses.is_empty() {
-            return self.may_lose(doc! {"$or": clauses}, after).await;
+            return self.may_lose(doc! {"$or": clauses}, after, &|id| self.loss(id, lost.get(id))).await;
         }
         self.may_lose_of_targets(&whole, after).await
     }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, iter};
 
-use bson::{Bson, Document, RawDocumentBuf, doc};
+use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 
 use crate::request::Task;
 use denormd_model::{field_path::FieldPath, key::Key};
@@ -1033,15 +1033,20 @@ pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {
     doc! {"find": &rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "batchSize": 10_000, "collation": simple_collation()}
 }
 
-/// Filter for targets that have a value of the rule. Where values are in array elements, the element must refer to one
-/// of `keys`.
+/// Filter for targets that have a value of the rule other than `without`, which a target without a source gets. Where values are
+/// in array elements, the element must refer to one of `keys`.
 #[must_use]
-pub fn has_values(rule: &Rule, keys: &[&Key]) -> Document {
-    let values = |paths: Vec<String>| {
-        let any: Vec<Document> = paths.into_iter().map(|path| doc! {path: {"$exists": true, "$ne": null}}).collect();
-        doc! {"$or": any}
-    };
+pub fn has_values(rule: &Rule, keys: &[&Key], without: &[Option<RawBson>]) -> Document {
     let owned = rule.owned();
+    let nothing = |path: &FieldPath| {
+        let nth = owned.iter().position(|other| *other == path);
+        let without = nth.and_then(|nth| without.get(nth)?.clone()).and_then(|field| Bson::try_from(field).ok());
+        without.into_iter().chain([Bson::Null]).collect::<Vec<_>>()
+    };
+    let values = |paths: Vec<(String, &FieldPath)>| {
+        let any = paths.into_iter().map(|(query, path)| doc! {query: {"$exists": true, "$nin": nothing(path)}});
+        doc! {"$or": any.collect::<Vec<_>>()}
+    };
     let each = rule.reference.target_each.as_ref().filter(|each| each.to_string().matches("$[]").count() == 1);
     let (Some(each), [pair]) = (each, rule.reference.pairs.as_slice()) else {
         let has_value = |path: &FieldPath| {
@@ -1051,15 +1056,18 @@ pub fn has_values(rule: &Rule, keys: &[&Key]) -> Document {
                 return doc! {query: {"$exists": true}};
             }
             // An array may have null among its elements.
-            doc! {"$or": [{&query: {"$exists": true, "$ne": null}}, {query: {"$type": "array"}}]}
+            let arrays: Vec<Bson> = nothing(path).into_iter().filter(|value| value.as_array().is_some()).collect();
+            doc! {"$or": [
+                {&query: {"$exists": true, "$nin": nothing(path)}}, {query: {"$type": "array", "$nin": arrays}},
+            ]}
         };
-        return doc! {"$or": owned.into_iter().map(has_value).collect::<Vec<_>>()};
+        return doc! {"$or": owned.iter().copied().map(has_value).collect::<Vec<_>>()};
     };
     let prefix = each.query();
     let below = |path: String| path.strip_prefix(&format!("{prefix}.")).map(ToOwned::to_owned);
-    let inside: Vec<String> = owned.iter().filter_map(|path| below(path.query())).collect();
-    let beside: Vec<String> =
-        owned.iter().filter(|path| below(path.query()).is_none()).map(|path| path.query()).collect();
+    let inside: Vec<_> = owned.iter().filter_map(|path| Some((below(path.query())?, *path))).collect();
+    let beside: Vec<_> =
+        owned.iter().filter(|path| below(path.query()).is_none()).map(|path| (path.query(), *path)).collect();
     let Some(reference) = below(pair.target.query()).filter(|_| !inside.is_empty()) else { return values(beside) };
     let of_key = |key: &&Key| key.values().first().map(|value| rule.reference.stored_as(value)).unwrap_or_default();
     let stored: Vec<Bson> = keys.iter().flat_map(of_key).collect();

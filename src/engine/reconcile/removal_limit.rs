@@ -2,20 +2,21 @@
 //! matches their reference any more. Beyond it, the rule is blocked. `on_missing: remove` and `delete` also wait for a
 //! grace period.
 //!
-//! A target without a value loses none, and a value that leaves a group or a slice is not counted. A target counts
-//! once, however often its write is tried; one with values in array elements counts for each batch that removes some of
-//! them.
+//! A target without a value loses none, nor does one that holds what `otherwise` gives it, and a value that leaves a group or a
+//! slice is not counted. A target counts once, and one with values in array elements once for each loss, however often its write
+//! is tried.
 
+use std::{collections::HashMap, hash::Hash};
+
+use bson::{Bson, Document, RawBson, RawBsonRef, doc};
 use tokio::time::Instant;
-
-use bson::{Bson, Document, doc};
 use tracing::Instrument;
 
 use crate::{
     reconcile::{
         batch::{End, Item, Run, newest},
-        read, statement,
-        value::{Desired, Rows},
+        read,
+        value::{Desired, Field, Rows},
     },
     request::Scope,
 };
@@ -50,8 +51,11 @@ impl Run<'_> {
             return Ok(Some(End::Later(rest)));
         }
         let may = match &item.work.scope {
-            Scope::Named(ids) => self.may_lose_named(ids.iter()).await?,
-            Scope::All => self.may_lose(read::holders_filter(self.rule, &[&item.key]), item.work.after).await?,
+            Scope::Named(ids) => self.may_lose_named(ids.iter().map(|id| self.loss(id, &item.key)).collect()).await?,
+            Scope::All => {
+                let losing = read::holders_filter(self.rule, &[&item.key]);
+                self.may_lose(losing, item.work.after, &|id| self.loss(id, &item.key)).await?
+            }
         };
         Ok((!may).then_some(End::RemovalLimit))
     }
@@ -88,12 +92,10 @@ impl Run<'_> {
             return Ok(());
         }
         let keys: Vec<&Key> = all.iter().chain(&named).map(|item| &item.key).collect();
-        // Targets that already hold what a target without a source gets (`otherwise`) lose nothing.
         let without_source = keys.first().and_then(|key| rows.desired(self.rule, key).ok());
-        let conditions = [doc! {"$or": clauses}, read::has_values(self.rule, &keys)].into_iter();
-        let unfinished = without_source.and_then(|desired| statement::unfinished(self.rule, &desired));
-        let losing = doc! {"$and": conditions.chain(unfinished).collect::<Vec<_>>()};
-        let may_lose = self.may_lose(losing, newest(items)).await?;
+        let without_source = without_source.as_ref().and_then(Desired::fields).unwrap_or_default();
+        let losing = doc! {"$and": [{"$or": clauses}, read::has_values(self.rule, &keys, without_source)]};
+        let may_lose = self.may_lose(losing, newest(items), &|id| self.loss(id, &keys)).await?;
         for item in items.iter_mut().filter(|item| missing(&&**item)) {
             if may_lose {
                 item.work.is_counted = true;
@@ -112,34 +114,57 @@ impl Run<'_> {
         };
         let clause = |(id, desired): &(&Key, &Desired)| {
             let id = id.values().first().cloned().unwrap_or(Bson::Null);
-            let Desired::Fields(fields) = desired else { return None };
-            let has_more = match (&path, fields.as_slice()) {
-                // An array that has an element after the last desired one is going to be shorter.
-                (Some(path), [Some(bson::RawBson::Array(array))]) => {
-                    doc! {format!("{path}.{}", array.into_iter().count()): {"$exists": true}}
+            let fields = desired.fields()?;
+            let is_nothing = |field: &Field| matches!(field, None | Some(RawBson::Null));
+            let has_otherwise = matches!(self.rule.values, Values::Set { otherwise: Some(_), .. });
+            let has_more = match (&path, fields) {
+                // An array that has an element after the last desired one is going to be shorter, and with `on_missing: null` an
+                // element becomes null.
+                (Some(path), [Some(RawBson::Array(array))]) => {
+                    let elements =
+                        array.into_iter().map(|element| element.is_ok_and(|element| element == RawBsonRef::Null));
+                    let elements: Vec<bool> = elements.collect();
+                    let nulls = elements.iter().enumerate().filter(|(_, is_null)| **is_null);
+                    let becomes_null =
+                        nulls.map(|(nth, _)| doc! {format!("{path}.{nth}"): {"$exists": true, "$ne": null}});
+                    let is_longer = doc! {format!("{path}.{}", elements.len()): {"$exists": true}};
+                    doc! {"$or": becomes_null.chain([is_longer]).collect::<Vec<_>>()}
                 }
-                (None, fields) if fields.iter().all(|field| matches!(field, None | Some(bson::RawBson::Null))) => {
-                    read::has_values(self.rule, &[])
-                }
-                (None, _) if matches!(self.rule.values, Values::Set { otherwise: Some(_), .. }) => {
-                    doc! {"$and": [read::has_values(self.rule, &[]), statement::unfinished(self.rule, desired)?]}
+                (None, fields) if has_otherwise || fields.iter().all(is_nothing) => {
+                    read::has_values(self.rule, &[], fields)
                 }
                 _ => return None,
             };
             Some(doc! {"$and": [{"_id": {"$eq": id}}, has_more]})
         };
         let clauses: Vec<Document> = losing.iter().filter_map(clause).collect();
-        if clauses.is_empty() { Ok(true) } else { self.may_lose(doc! {"$or": clauses}, after).await }
+        if clauses.is_empty() {
+            return Ok(true);
+        }
+        let lost: HashMap<&Key, String> = losing.iter().map(|(id, desired)| (*id, format!("{desired:?}"))).collect();
+        self.may_lose(doc! {"$or": clauses}, after, &|id| self.loss(id, lost.get(id))).await
     }
 
-    /// True if these targets may lose their values. Counts them if so.
-    pub(super) async fn may_lose_named(&self, ids: impl Iterator<Item = &Key>) -> Result<bool> {
+    /// The form in which a loss is counted: a target counts once, and one with values in array elements once for each that it loses
+    /// (`lost`).
+    pub(super) fn loss(&self, target: &Key, lost: impl Hash) -> u64 {
+        let lost = self.rule.reference.target_each.is_some().then_some(lost);
+        self.context.memory.removals.hash(&(target, lost))
+    }
+
+    /// True if these losses are within the limit. Counts them if so.
+    pub(super) async fn may_lose_named(&self, losses: Vec<u64>) -> Result<bool> {
         let Some(limit) = self.limit().await? else { return Ok(true) };
-        Ok(self.count(ids.map(|id| self.context.memory.removals.hash(id)).collect(), limit))
+        Ok(self.context.memory.removals.count(self.rule.id, limit, losses))
     }
 
-    /// True if the targets that this filter finds may lose their values. Counts them if so.
-    pub(super) async fn may_lose(&self, filter: Document, after: ClusterTime) -> Result<bool> {
+    /// True if the targets that this filter finds may lose their values, which counts as `loss` says. Counts them if so.
+    pub(super) async fn may_lose(
+        &self,
+        filter: Document,
+        after: ClusterTime,
+        loss: &(dyn Fn(&Key) -> u64 + Send + Sync),
+    ) -> Result<bool> {
         let Some(limit) = self.limit().await? else { return Ok(true) };
         let more = i64::try_from(limit).unwrap_or(i64::MAX).saturating_add(1);
         let command = doc! {
@@ -154,17 +179,13 @@ impl Run<'_> {
             let mut targets = Vec::new();
             while let Some(page) = pages.next().await? {
                 for row in &page {
-                    targets.push(self.context.memory.removals.hash(&read::id_of(row)?));
+                    targets.push(loss(&read::id_of(row)?));
                 }
             }
             Ok::<_, Error>(targets)
         };
-        Ok(self.count(read.instrument(self.reading(Role::Target)).await?, limit))
-    }
-
-    fn count(&self, targets: Vec<u64>, limit: usize) -> bool {
-        let once = self.rule.reference.target_each.is_none();
-        self.context.memory.removals.count(self.rule.id, limit, targets, once)
+        let targets = read.instrument(self.reading(Role::Target)).await?;
+        Ok(self.context.memory.removals.count(self.rule.id, limit, targets))
     }
 
     /// The number of targets that may lose their values within an hour; None if an operator has agreed to any number.

@@ -112,8 +112,14 @@ pub async fn page_of_collection(
         let scan = Scan { context, namespace, wanted, after, time, time_limit, sorted };
         let begun = Instant::now();
         match scan.covering(*window, limit).await {
-            Err(error) if error.is_read_timeout() && *window != Some(1) => {
+            // Too many documents for the time, or one on which the filter cannot be evaluated.
+            Err(error) if (error.is_read_timeout() || error.is_refusal()) && *window != Some(1) => {
                 *window = Some(window.map_or(WINDOW, |window| window / 8).max(1));
+            }
+            Err(error) if error.is_refusal() => {
+                let page = scan.one_by_one(limit).await?;
+                *window = Some(next_window(1, true, false));
+                return Ok(page);
             }
             page => {
                 let page = page?;
@@ -200,6 +206,27 @@ impl Scan<'_> {
             };
             page.targets.extend(self.read(command).await?);
             page.last = Some(bound);
+        }
+        Ok(page)
+    }
+
+    /// The next documents, each filtered by itself. One on which the filter cannot be evaluated counts as chosen: commands about it
+    /// fail alone, and it becomes a dead letter.
+    async fn one_by_one(self, limit: i64) -> Result<Page> {
+        let everything = Document::new();
+        let all =
+            Scan { wanted: Wanted { filter: &everything, ..self.wanted }, ..self }.covering(Some(1), limit).await?;
+        let mut page = Page { targets: Vec::new(), last: all.last };
+        for target in all.targets {
+            let command = doc! {
+                "find": &self.namespace.collection, "projection": {"_id": 1}, "limit": 1, "collation": simple_collation(),
+                "filter": {"$and": [{"_id": {"$eq": target.get("_id").cloned()}}, self.filter()]},
+            };
+            match self.read(command).await {
+                Ok(found) if found.is_empty() => {}
+                Err(error) if !error.is_refusal() => return Err(error),
+                Ok(_) | Err(_) => page.targets.push(target),
+            }
         }
         Ok(page)
     }

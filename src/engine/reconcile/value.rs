@@ -38,6 +38,15 @@ pub enum Desired {
 }
 
 impl Desired {
+    /// One entry for each owned path, if the targets get values.
+    #[must_use]
+    pub fn fields(&self) -> Option<&[Field]> {
+        match self {
+            Self::Fields(fields) => Some(fields),
+            _ => None,
+        }
+    }
+
     /// True if several copies of the values would take much memory.
     #[must_use]
     pub fn is_large(&self) -> bool {

@@ -147,6 +147,11 @@ impl Reader {
             let message = "`once` fills the paths of `set`, and this copy has `into`";
             self.mistake(Mistake::new(fields.at.key("once"), message).on_key().hint(hint));
         }
+        if once == Some(true) && fields.raw("on_missing").is_some() {
+            let hint = "leave `on_missing` out: a value that is filled in once stays, whatever becomes of its source";
+            let message = "`on_missing` follows the source, and this copy has `once`";
+            self.mistake(Mistake::new(fields.at.key("on_missing"), message).on_key().hint(hint));
+        }
         Copy {
             set: set.unwrap_or_default(),
             into,

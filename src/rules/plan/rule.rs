@@ -341,6 +341,12 @@ pub struct Rule {
 }
 
 impl Rule {
+    /// The same rule for every document of the target collection that refers to a source.
+    #[must_use]
+    pub fn without_target_filter(&self) -> Self {
+        Self { target: Side { filter: None, ..self.target.clone() }, ..self.clone() }
+    }
+
     /// True if a rule with this recorded definition writes the same. Otherwise the daemon backfills the rule again.
     #[must_use]
     pub fn has_definition(&self, definition: &Document) -> bool {

@@ -2,14 +2,13 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    hash::{BuildHasher, RandomState},
+    hash::{BuildHasher, Hash, RandomState},
     time::Duration,
 };
 
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-use denormd_model::key::Key;
 use denormd_rules::plan::RuleId;
 
 /// The span of `limits.destroy_per_hour`.
@@ -40,31 +39,30 @@ struct OfRule {
 struct Losses {
     since: Instant,
     count: usize,
-    /// Hashes of their `_id`s: a batch that is retried recognises targets that it has counted but not written.
-    targets: HashSet<u64>,
+    /// Their hashes: a batch that is retried recognises those that it has counted but not written.
+    hashes: HashSet<u64>,
 }
 
 impl Removals {
-    /// The form in which targets are counted.
-    pub(in crate::reconcile) fn hash(&self, target: &Key) -> u64 {
-        self.hasher.hash_one(target)
+    /// The form in which losses are counted.
+    pub(in crate::reconcile) fn hash(&self, loss: &impl Hash) -> u64 {
+        self.hasher.hash_one(loss)
     }
 
-    /// Counts these targets as losing a value, unless more than `limit` would do so in this hour; returns false in that
-    /// case. With `once`, a target counts only once; otherwise it has several values to lose, and counts each time.
-    pub(in crate::reconcile) fn count(&self, rule: RuleId, limit: usize, targets: Vec<u64>, once: bool) -> bool {
+    /// Counts these losses, each once, unless there would be more than `limit` in this hour; returns false in that case.
+    pub(in crate::reconcile) fn count(&self, rule: RuleId, limit: usize, losses: Vec<u64>) -> bool {
         let mut rules = self.rules.lock();
-        let losses = &mut rules.entry(rule).or_default().losses;
-        losses.take_if(|losses| losses.since.elapsed() > HOUR);
-        let known = losses.get_or_insert_with(|| Losses { since: Instant::now(), count: 0, targets: HashSet::new() });
-        let mut new = targets;
-        new.retain(|target| !once || !known.targets.contains(target));
+        let hour = &mut rules.entry(rule).or_default().losses;
+        hour.take_if(|hour| hour.since.elapsed() > HOUR);
+        let known = hour.get_or_insert_with(|| Losses { since: Instant::now(), count: 0, hashes: HashSet::new() });
+        let mut new: HashSet<u64> = losses.into_iter().collect();
+        new.retain(|loss| !known.hashes.contains(loss));
         if known.count + new.len() > limit {
             return false;
         }
         known.count += new.len();
-        let room = REMEMBERED.saturating_sub(known.targets.len());
-        known.targets.extend(new.into_iter().filter(|_| once).take(room));
+        let room = REMEMBERED.saturating_sub(known.hashes.len());
+        known.hashes.extend(new.into_iter().take(room));
         true
     }
 
