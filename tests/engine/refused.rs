@@ -1,6 +1,6 @@
-//! One document on which the server cannot evaluate something stops no other.
+//! A document on which the server cannot evaluate a rule stops no other document.
 
-use bson::{DateTime, Document, doc};
+use bson::{DateTime, Document, RawDocumentBuf, cstr, doc, rawdoc};
 use denormd_fixture::ReplicaSet;
 
 use crate::{
@@ -12,51 +12,63 @@ async fn values(db: &mongodb::Database, collection: &str) -> Vec<Option<i32>> {
     all(db, collection).await.iter().map(|target| target.get_i32("n").ok()).collect()
 }
 
-/// Number of rounds of the audit that have ended since.
+/// Waits until a round of the audit has ended.
 async fn audited(daemon: &Daemon) {
     let ended = || daemon.progress().borrow().audits.get("r").and_then(|audit| audit.last_ended);
     let before = ended();
     until("a round of the audit", async || (ended() > before).then_some(())).await;
 }
 
-/// The fan-out job, the backfill and the audit read the targets with the same `where`, and were tried again without end.
+/// The fan-out job, the backfill and the audit read the targets with the same `where`, and were repeated without end. Sources that
+/// change, go and come back are followed all the same.
 #[tokio::test]
 async fn a_target_on_which_where_fails_becomes_a_dead_letter_alone() {
-    let test = denormd_fixture::database().await;
-    let db = test.database();
-    let things = db.collection::<Document>("things");
-    db.collection("sources").insert_one(doc! {"_id": "a", "n": 1}).await.unwrap();
-    things.insert_many((0..40).map(|id| doc! {"_id": id, "ref": "a", "lines": [1]})).await.unwrap();
-    let rule = "  - { name: r, copy: { source: sources, match: { ref: _id }, set: { n: $n }, \
-                target: { collection: things, where: { $expr: { $gt: [{ $size: $lines }, 0] } } } } }";
-    let daemon = Daemon::start(&test, rule).await;
-    daemon.settled().await;
-    assert_eq!(values(&db, "things").await, [Some(1); 40]);
-    things.update_one(doc! {"_id": 7}, doc! {"$unset": {"lines": ""}}).await.unwrap();
-    let change = async |n: i32| {
-        let sources = db.collection::<Document>("sources");
-        sources.update_one(doc! {}, doc! {"$set": {"n": n}}).await.unwrap();
+    for touch in ["", ", touch: at"] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        let (sources, things) = (db.collection::<Document>("sources"), db.collection::<Document>("things"));
+        sources.insert_one(doc! {"_id": "a", "n": 1}).await.unwrap();
+        things.insert_many((0..40).map(|id| doc! {"_id": id, "ref": "a", "lines": [1]})).await.unwrap();
+        let rule = format!(
+            "  - {{ name: r, copy: {{ source: sources, match: {{ ref: _id }}, set: {{ n: $n }}{touch}, \
+             target: {{ collection: things, where: {{ $expr: {{ $gt: [{{ $size: $lines }}, 0] }} }} }} }} }}"
+        );
+        let daemon = Daemon::start(&test, &rule).await;
         daemon.settled().await;
-        let mut expected = [Some(n); 40];
-        expected[7] = Some(1);
-        assert_eq!(values(&db, "things").await, expected);
-    };
-    change(2).await;
-    change(3).await;
-    let letters = all(&test.beside("state"), "dead_letters").await;
-    assert!(letters.iter().all(|letter| letter.to_string().contains('7')) && !letters.is_empty(), "{letters:?}");
-    daemon.ask("r").await;
-    change(4).await;
-    audited(&daemon).await;
-    // A target beside it is repaired.
-    things.update_one(doc! {"_id": 8}, doc! {"$set": {"n": 0}}).await.unwrap();
-    until("the repair", async || (values(&db, "things").await[8] == Some(4)).then_some(())).await;
-    things.update_one(doc! {"_id": 7}, doc! {"$set": {"lines": [1]}}).await.unwrap();
-    until("the last one", async || (values(&db, "things").await == [Some(4); 40]).then_some(())).await;
-    daemon.stop().await;
+        assert_eq!(values(&db, "things").await, [Some(1); 40]);
+        things.update_one(doc! {"_id": 7}, doc! {"$unset": {"lines": ""}}).await.unwrap();
+        let are_all_but_one = async |n: Option<i32>| {
+            daemon.settled().await;
+            let mut expected = [n; 40];
+            expected[7] = Some(1);
+            assert_eq!(values(&db, "things").await, expected, "{rule}");
+        };
+        for n in [2, 3] {
+            sources.update_one(doc! {}, doc! {"$set": {"n": n}}).await.unwrap();
+            are_all_but_one(Some(n)).await;
+        }
+        let letters = all(&test.beside("state"), "dead_letters").await;
+        let about_it = |letter: &Document| letter.get_document("_id").unwrap().to_string().contains("[7]");
+        assert!(letters.iter().all(about_it) && !letters.is_empty(), "{letters:?}");
+        daemon.ask("r").await;
+        are_all_but_one(Some(3)).await;
+        audited(&daemon).await;
+        // A target beside it is repaired.
+        things.update_one(doc! {"_id": 8}, doc! {"$set": {"n": 0}}).await.unwrap();
+        until("the repair", async || (values(&db, "things").await[8] == Some(3)).then_some(())).await;
+        sources.delete_one(doc! {"_id": "a"}).await.unwrap();
+        sources.insert_one(doc! {"_id": "b"}).await.unwrap();
+        are_all_but_one(None).await;
+        sources.insert_one(doc! {"_id": "a", "n": 4}).await.unwrap();
+        are_all_but_one(Some(4)).await;
+        things.update_one(doc! {"_id": 7}, doc! {"$set": {"lines": [1]}}).await.unwrap();
+        until("the last one", async || (values(&db, "things").await == [Some(4); 40]).then_some(())).await;
+        daemon.stop().await;
+    }
 }
 
-/// So did the sources of a rule that creates its targets, by their `where` and by a date outside of every calendar.
+/// The backfill of a rule that creates its targets was repeated without end if `where` could not be evaluated on one source, or the date
+/// of one was outside of every calendar.
 #[tokio::test]
 async fn a_source_without_a_key_stops_no_other_source() {
     let rule = "aggregate: { source: @source, target: { collection: days, create: true }, match: { _id: @key }, set: { n: { $sum: $n } } }";
@@ -82,9 +94,9 @@ async fn a_source_without_a_key_stops_no_other_source() {
     }
 }
 
-/// A value of a single target that takes too long once is tried again, as any other write.
+/// A value of a single target that takes too long twice is tried again, as any other write.
 #[tokio::test]
-async fn a_target_whose_write_times_out_once_is_no_dead_letter() {
+async fn a_target_whose_write_times_out_twice_is_no_dead_letter() {
     let set = ReplicaSet::start(1).await;
     let test = set.database().await;
     let db = test.database();
@@ -101,4 +113,30 @@ async fn a_target_whose_write_times_out_once_is_no_dead_letter() {
     daemon.settled().await;
     assert_eq!(daemon.context().counts.dead_letters.load(std::sync::atomic::Ordering::Relaxed), 0);
     daemon.stop().await;
+}
+
+/// The statement demanded a value that no document can hold, matched nothing, and was repeated for ever.
+#[tokio::test]
+async fn a_target_with_a_field_name_twice_becomes_a_dead_letter_alone() {
+    for touch in ["", ", touch: at"] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        db.collection("sources").insert_one(doc! {"_id": 1, "n": 1}).await.unwrap();
+        let mut twice = RawDocumentBuf::new();
+        for n in [1, 2] {
+            twice.append(cstr!("a"), n);
+        }
+        let odd = rawdoc! {"_id": 2, "ref": 1, "meta": twice};
+        let documents = [rawdoc! {"_id": 1, "ref": 1, "meta": {"a": 1}}, odd, rawdoc! {"_id": 3, "ref": 1}];
+        db.collection::<RawDocumentBuf>("things").insert_many(documents).await.unwrap();
+        let rule = format!(
+            "  - {{ name: r, allow_scan: true, copy: {{ source: sources, target: things, match: {{ ref: _id }}, \
+             set: {{ n: $n, m: $$target.meta }}{touch} }} }}"
+        );
+        let daemon = Daemon::start(&test, &rule).await;
+        daemon.settled().await;
+        assert_eq!(values(&db, "things").await, [Some(1), None, Some(1)]);
+        assert_eq!(all(&test.beside("state"), "dead_letters").await.len(), 1, "{touch}");
+        daemon.stop().await;
+    }
 }

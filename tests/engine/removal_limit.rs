@@ -69,12 +69,15 @@ async fn what_otherwise_says_is_nothing_to_lose() {
          set: { tags: $tags, name: $name }, otherwise: { tags: [], name: { no: 0.0 } } }",
         "copy: { source: { collection: items, where: { active: true } }, target: orders, match: { item: _id }, \
          set: { tags: $tags, total: { $multiply: [$price, $$target.qty] } }, otherwise: { tags: [], total: 0 } }",
+        "copy: { source: { collection: items, where: { active: true } }, target: orders, match: { 'lines.$[].item': _id }, \
+         set: { 'lines.$[].total': $$targetElement.qty }, otherwise: { 'lines.$[].total': $$targetElement.list } }",
     ] {
         let test = denormd_fixture::database().await;
         orders(&test).await;
         let db = test.database();
         let orders = db.collection::<Document>("orders");
-        orders.update_many(doc! {}, doc! {"$set": {"item": 3, "lines.0.item": 3}}).await.unwrap();
+        let lines = vec![doc! {"item": 3, "qty": 1, "list": 5}, doc! {"item": 3, "qty": 2, "list": 9}];
+        orders.update_many(doc! {}, doc! {"$set": {"item": 3, "lines": lines}}).await.unwrap();
         let daemon = with_limit(&test, rule).await;
         daemon.settled().await;
         for price in 3..6 {
@@ -94,7 +97,7 @@ async fn what_otherwise_says_is_nothing_to_lose() {
     }
 }
 
-/// Half of a batch that failed was counted again with each attempt, and blocked the rule.
+/// Each attempt of a batch, and of each half of it, was counted again and blocked the rule.
 #[tokio::test]
 async fn a_loss_in_an_array_that_is_tried_again_counts_once() {
     for rule in [

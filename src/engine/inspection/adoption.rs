@@ -451,7 +451,8 @@ impl Counting<'_> {
         .await;
         match result {
             Ok(whole) => Ok(whole && found < most),
-            Err(error) if error.kind == Kind::ReadTimedOut => Ok(false),
+            // `where` cannot be evaluated on one of them, or it takes too long.
+            Err(error) if matches!(error.kind, Kind::ReadTimedOut | Kind::Refused) => Ok(false),
             Err(error) => Err(error),
         }
     }

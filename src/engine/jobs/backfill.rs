@@ -171,10 +171,14 @@ impl RuleBackfill<'_> {
         });
         let mut done = 0_u64;
         let mut pace = Pace::new(self.context, &self.rule.name);
-        if let Some(tree) = self.rule.tree.filter(|_| after.is_none())
-            && !Box::pin(self.levels(tree, time, &mut pace)).await?
-        {
-            return Ok(false);
+        if let Some(tree) = self.rule.tree.filter(|_| after.is_none()) {
+            match Box::pin(self.levels(tree, time, &mut pace)).await {
+                Ok(true) => {}
+                Ok(false) => return Ok(false),
+                // `where` cannot be evaluated on an ancestor. The pages below take more passes, and reach every document.
+                Err(error) if error.is_refusal() => {}
+                Err(error) => return Err(error),
+            }
         }
         loop {
             let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);

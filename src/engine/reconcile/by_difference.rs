@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use bson::{Bson, Document, RawBson, RawBsonRef, RawDocumentBuf, cstr, doc};
+use bson::{Bson, Document, RawBson, RawDocumentBuf, cstr, doc};
 
 use crate::reconcile::{
     batch::{End, Item, Run, backoff, newest, source_gone},
@@ -18,6 +18,7 @@ use crate::reconcile::{
     keep::places_of,
     of_target::Read,
     read,
+    removal_limit::count_values,
     statement::{Operators, Statement, unchanged, update},
     value::Rows,
 };
@@ -139,12 +140,7 @@ fn loses(rule: &Rule, Difference { expected, stored, .. }: &Difference) -> bool 
     match (&rule.values, expected, stored) {
         (Values::Set { .. }, _, stored) => !matches!(stored, None | Some(RawBson::Null)),
         (Values::Into { .. }, Some(RawBson::Array(expected)), Some(RawBson::Array(stored))) => {
-            let mut expected = expected.into_iter().flatten();
-            // One of them has no place any more, or becomes null (`on_missing: null`).
-            stored.into_iter().flatten().any(|stored| match expected.next() {
-                None => true,
-                Some(expected) => expected == RawBsonRef::Null && stored != RawBsonRef::Null,
-            })
+            count_values(expected) < count_values(stored)
         }
         _ => false,
     }

@@ -66,7 +66,7 @@ pub struct Mismatch {
     pub paths: BTreeSet<String>,
     /// Reference keys of the target.
     pub references: Vec<Option<Key>>,
-    /// Fingerprint of the differences: equal if the expected and the stored values are the same.
+    /// The fingerprint of [`Compared::fingerprint`].
     pub fingerprint: u64,
 }
 
@@ -96,21 +96,23 @@ impl Compared {
     #[must_use]
     pub fn mismatch(self) -> Option<Mismatch> {
         let paths: BTreeSet<String> = self.differences().map(|difference| difference.path.clone()).collect();
-        let fingerprint = self.fingerprint();
-        (!paths.is_empty()).then_some(Mismatch { target: self.target, paths, references: self.references, fingerprint })
+        let fingerprint = self.fingerprint()?;
+        Some(Mismatch { target: self.target, paths, references: self.references, fingerprint })
     }
 
-    /// Fingerprint as in [`Mismatch::fingerprint`].
+    /// Fingerprint of the differences: equal if the expected and the stored values are the same. None if nothing differs.
     #[must_use]
-    pub fn fingerprint(&self) -> u64 {
+    pub fn fingerprint(&self) -> Option<u64> {
         let mut hasher = DefaultHasher::new();
-        for Difference { path, expected, stored, .. } in self.differences() {
-            path.hash(&mut hasher);
+        let mut differs = false;
+        for Difference { path, element, expected, stored, .. } in self.differences() {
+            differs = true;
+            (path, element).hash(&mut hasher);
             for field in [expected, stored] {
                 bytes(field.as_ref()).hash(&mut hasher);
             }
         }
-        hasher.finish()
+        differs.then(|| hasher.finish())
     }
 }
 

@@ -59,7 +59,7 @@ impl Run<'_> {
             return Ok(());
         }
         let losing = doc! {"$and": [one_of("_id", ids.iter()), {"$expr": nothing_else(creates)}]};
-        if !self.may_lose(losing, newest(items), &|id| self.loss(id, ())).await? {
+        if !self.may_lose(&|_| losing.clone(), newest(items), &|id| self.loss(id, ())).await? {
             for item in items.iter_mut().filter(|item| is_deleted(&&**item)) {
                 item.end = Some(End::RemovalLimit);
             }

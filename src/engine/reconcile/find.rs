@@ -59,6 +59,10 @@ impl Run<'_> {
             (Ok(None), [item]) => item.end = Some(self.fan_out(item).await),
             // A fan-out job reads a part of the collection at a time.
             (Err(error), [item]) if error.is_read_timeout() => item.end = Some(self.fan_out(item).await),
+            // It also reads past a target on which `where` cannot be evaluated.
+            (Err(error), [item]) if error.is_refusal() && self.rule.target.filter.is_some() => {
+                item.end = Some(self.fan_out(item).await);
+            }
             (Err(error), _) => return Err(error),
             (Ok(None), _) => return Err(Error::new(Kind::TooLarge, "these keys have too many targets")),
         }

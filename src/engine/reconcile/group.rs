@@ -16,7 +16,7 @@ use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, raw:
 use crate::{
     reconcile::{
         read::guard_expression,
-        statement::{Statement, query, raw},
+        statement::{Statement, guard_document, query, raw},
         value::{Field, size_of},
     },
     request::Scope,
@@ -278,7 +278,7 @@ pub fn statement_by_id(rule: &Rule, targets: &[Guarded]) -> Result<Statement> {
     let (mut ids, mut unchanged) = (Vec::new(), Vec::new());
     for target in targets {
         let id = target.id.values().first().cloned().unwrap_or(Bson::Null);
-        unchanged.push(doc! {"i": &id, "g": Document::try_from(target.guard.as_ref())?});
+        unchanged.push(doc! {"i": &id, "g": guard_document(target.guard)?});
         ids.push(id);
         for (column, field) in columns.iter_mut().zip(target.fields) {
             column.push(cell(field));

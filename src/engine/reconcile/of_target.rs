@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use bson::{Bson, Document, RawDocumentBuf, doc};
+use bson::{Bson, Document, RawDocumentBuf};
 
 use crate::reconcile::{
     batch::{End, Item, Run, newest, source_gone},
@@ -14,7 +14,7 @@ use crate::reconcile::{
     statement,
     value::{Desired, Field, Rows, target_key},
 };
-use denormd_model::{key::Key, position::ClusterTime};
+use denormd_model::{field_path::value_at, key::Key, position::ClusterTime};
 use denormd_mongo::error::{Error, Result};
 use denormd_rules::plan::{Values, reference::Role};
 
@@ -158,11 +158,8 @@ impl Run<'_> {
         if !matches!(self.rule.values, Values::Set { .. } | Values::Into { .. }) || self.detached {
             return Ok(true);
         }
-        let is_nothing = |field: &Field| matches!(field, None | Some(bson::RawBson::Null));
-        let has_otherwise = matches!(self.rule.values, Values::Set { otherwise: Some(_), .. });
         let mut whole: Vec<(&Key, &Desired)> = Vec::new();
-        let mut clauses = Vec::new();
-        let mut lost: HashMap<&Key, Vec<&Key>> = HashMap::new();
+        let mut losses = Vec::new();
         for (nth, target, content) in wanted {
             let id = &items[*nth].key;
             let missing = &dangling[id];
@@ -172,23 +169,29 @@ impl Run<'_> {
             match content {
                 Content::Whole(desired) => whole.push((id, desired)),
                 Content::Elements(elements) => {
-                    let losing = elements.iter().filter(|(nth, fields)| {
-                        missing.contains(nth) && (has_otherwise || fields.iter().all(is_nothing))
-                    });
-                    for (nth, fields) in losing {
-                        let Some(key) = target.references.get(*nth).and_then(Option::as_ref) else { continue };
-                        let stored = id.values().first().cloned().unwrap_or(Bson::Null);
-                        let has_values = read::has_values(self.rule, &[key], fields);
-                        clauses.push(doc! {"$and": [{"_id": {"$eq": stored}}, has_values]});
-                        lost.entry(id).or_default().push(key);
-                    }
+                    let stored = self.rule.reference.elements(Role::Target, &target.target);
+                    let loses = |(nth, fields): &&(usize, Vec<Field>)| {
+                        missing.contains(nth) && stored.get(*nth).is_some_and(|element| self.loses(element, fields))
+                    };
+                    let lost: Vec<_> = elements.iter().filter(loses).map(|(nth, _)| &target.references[*nth]).collect();
+                    losses.extend((!lost.is_empty()).then(|| self.loss(id, lost)));
                 }
             }
         }
-        if !clauses.is_empty() {
-            return self.may_lose(doc! {"$or": clauses}, after, &|id| self.loss(id, lost.get(id))).await;
+        if !losses.is_empty() {
+            return self.may_lose_named(losses).await;
         }
         self.may_lose_of_targets(&whole, after).await
+    }
+
+    /// True if an element has a value other than the desired one, which it gets for want of a source.
+    fn loses(&self, element: &Bson, fields: &[Field]) -> bool {
+        let Some(each) = self.rule.reference.target_each.as_ref() else { return false };
+        self.rule.owned().into_iter().zip(fields).any(|(path, field)| {
+            let stored = path.below(each).and_then(|below| value_at(element.as_document()?, below));
+            let desired = field.clone().and_then(|field| Bson::try_from(field).ok());
+            stored.is_some_and(|stored| *stored != Bson::Null && Some(stored) != desired.as_ref())
+        })
     }
 }
 

@@ -1043,25 +1043,24 @@ pub fn has_values(rule: &Rule, keys: &[&Key], without: &[Option<RawBson>]) -> Do
         let without = nth.and_then(|nth| without.get(nth)?.clone()).and_then(|field| Bson::try_from(field).ok());
         without.into_iter().chain([Bson::Null]).collect::<Vec<_>>()
     };
+    let has_value = |query: String, path: &FieldPath| {
+        // An array may have null among its elements.
+        let arrays: Vec<Bson> = nothing(path).into_iter().filter(|value| value.as_array().is_some()).collect();
+        doc! {"$or": [
+            {&query: {"$exists": true, "$nin": nothing(path)}}, {query: {"$type": "array", "$nin": arrays}},
+        ]}
+    };
     let values = |paths: Vec<(String, &FieldPath)>| {
-        let any = paths.into_iter().map(|(query, path)| doc! {query: {"$exists": true, "$nin": nothing(path)}});
-        doc! {"$or": any.collect::<Vec<_>>()}
+        doc! {"$or": paths.into_iter().map(|(query, path)| has_value(query, path)).collect::<Vec<_>>()}
     };
     let each = rule.reference.target_each.as_ref().filter(|each| each.to_string().matches("$[]").count() == 1);
     let (Some(each), [pair]) = (each, rule.reference.pairs.as_slice()) else {
-        let has_value = |path: &FieldPath| {
-            let query = path.query();
-            if path.has_each() {
-                // In nested arrays, a path without a condition of its own may match another element.
-                return doc! {query: {"$exists": true}};
-            }
-            // An array may have null among its elements.
-            let arrays: Vec<Bson> = nothing(path).into_iter().filter(|value| value.as_array().is_some()).collect();
-            doc! {"$or": [
-                {&query: {"$exists": true, "$nin": nothing(path)}}, {query: {"$type": "array", "$nin": arrays}},
-            ]}
+        let of_path = |path: &FieldPath| match path.query() {
+            // In nested arrays, a path without a condition of its own may match another element.
+            query if path.has_each() => doc! {query: {"$exists": true}},
+            query => has_value(query, path),
         };
-        return doc! {"$or": owned.iter().copied().map(has_value).collect::<Vec<_>>()};
+        return doc! {"$or": owned.iter().copied().map(of_path).collect::<Vec<_>>()};
     };
     let prefix = each.query();
     let below = |path: String| path.strip_prefix(&format!("{prefix}.")).map(ToOwned::to_owned);

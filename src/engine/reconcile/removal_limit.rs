@@ -8,7 +8,7 @@
 
 use std::{collections::HashMap, hash::Hash};
 
-use bson::{Bson, Document, RawBson, RawBsonRef, doc};
+use bson::{Bson, Document, RawArray, RawBson, RawBsonRef, doc};
 use tokio::time::Instant;
 use tracing::Instrument;
 
@@ -28,7 +28,7 @@ use denormd_mongo::{
 };
 use denormd_rules::{
     config::OnMissing,
-    plan::{Values, reference::Role},
+    plan::{Rule, Values, reference::Role},
 };
 
 /// The limit of a rule with few targets, unless `limits.destroy_per_hour` says otherwise.
@@ -50,13 +50,16 @@ impl Run<'_> {
         if !rest.is_zero() {
             return Ok(Some(End::Later(rest)));
         }
-        let may = match &item.work.scope {
-            Scope::Named(ids) => self.may_lose_named(ids.iter().map(|id| self.loss(id, &item.key)).collect()).await?,
-            Scope::All => {
-                let losing = read::holders_filter(self.rule, &[&item.key]);
-                self.may_lose(losing, item.work.after, &|id| self.loss(id, &item.key)).await?
+        let losing = |rule: &Rule| {
+            let holders = read::holders_filter(rule, &[&item.key]);
+            match &item.work.scope {
+                Scope::Named(ids) => {
+                    doc! {"$and": [read::one_of("_id", ids.iter().filter_map(|id| id.values().first())), holders]}
+                }
+                Scope::All => holders,
             }
         };
+        let may = self.may_lose(&losing, item.work.after, &|id| self.loss(id, &item.key)).await?;
         Ok((!may).then_some(End::RemovalLimit))
     }
 
@@ -68,34 +71,36 @@ impl Run<'_> {
         if self.detached || !unsets {
             return Ok(());
         }
-        let mut clauses = Vec::new();
         // Targets of a statement that took too long were counted before it was sent, unless the source went meanwhile.
         let missing = |item: &&Item| !item.work.is_counted && !item.key.values().is_empty() && !rows.answer(&item.key);
         let (all, named): (Vec<&Item>, Vec<&Item>) =
             items.iter().filter(missing).partition(|item| item.work.scope == Scope::All);
-        let holders = |items: &[&Item]| {
-            let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
-            read::holders_filter(self.rule, &keys)
-        };
-        if !all.is_empty() {
-            clauses.push(holders(&all));
-        }
-        if !named.is_empty() {
-            let ids = named.iter().filter_map(|item| match &item.work.scope {
-                Scope::Named(ids) => Some(ids),
-                Scope::All => None,
-            });
-            let ids: Vec<Bson> = ids.flatten().filter_map(|id| id.values().first().cloned()).collect();
-            clauses.push(doc! {"$and": [read::one_of("_id", ids.iter()), holders(&named)]});
-        }
-        if clauses.is_empty() {
+        let keys: Vec<&Key> = all.iter().chain(&named).map(|item| &item.key).collect();
+        if keys.is_empty() {
             return Ok(());
         }
-        let keys: Vec<&Key> = all.iter().chain(&named).map(|item| &item.key).collect();
         let without_source = keys.first().and_then(|key| rows.desired(self.rule, key).ok());
         let without_source = without_source.as_ref().and_then(Desired::fields).unwrap_or_default();
-        let losing = doc! {"$and": [{"$or": clauses}, read::has_values(self.rule, &keys, without_source)]};
-        let may_lose = self.may_lose(losing, newest(items), &|id| self.loss(id, &keys)).await?;
+        let losing = |rule: &Rule| {
+            let holders = |items: &[&Item]| {
+                let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
+                read::holders_filter(rule, &keys)
+            };
+            let mut clauses = Vec::new();
+            if !all.is_empty() {
+                clauses.push(holders(&all));
+            }
+            if !named.is_empty() {
+                let ids = named.iter().filter_map(|item| match &item.work.scope {
+                    Scope::Named(ids) => Some(ids),
+                    Scope::All => None,
+                });
+                let ids = read::one_of("_id", ids.flatten().filter_map(|id| id.values().first()));
+                clauses.push(doc! {"$and": [ids, holders(&named)]});
+            }
+            doc! {"$and": [{"$or": clauses}, read::has_values(rule, &keys, without_source)]}
+        };
+        let may_lose = self.may_lose(&losing, newest(items), &|id| self.loss(id, &keys)).await?;
         for item in items.iter_mut().filter(|item| missing(&&**item)) {
             if may_lose {
                 item.work.is_counted = true;
@@ -118,17 +123,13 @@ impl Run<'_> {
             let is_nothing = |field: &Field| matches!(field, None | Some(RawBson::Null));
             let has_otherwise = matches!(self.rule.values, Values::Set { otherwise: Some(_), .. });
             let has_more = match (&path, fields) {
-                // An array that has an element after the last desired one is going to be shorter, and with `on_missing: null` an
-                // element becomes null.
+                // An array with more elements than the desired one is going to be shorter; under `on_missing: null`, some of them
+                // become null.
                 (Some(path), [Some(RawBson::Array(array))]) => {
-                    let elements =
-                        array.into_iter().map(|element| element.is_ok_and(|element| element == RawBsonRef::Null));
-                    let elements: Vec<bool> = elements.collect();
-                    let nulls = elements.iter().enumerate().filter(|(_, is_null)| **is_null);
-                    let becomes_null =
-                        nulls.map(|(nth, _)| doc! {format!("{path}.{nth}"): {"$exists": true, "$ne": null}});
-                    let is_longer = doc! {format!("{path}.{}", elements.len()): {"$exists": true}};
-                    doc! {"$or": becomes_null.chain([is_longer]).collect::<Vec<_>>()}
+                    let stored = format!("${path}");
+                    let stored = doc! {"$cond": [{"$isArray": [&stored]}, &stored, []]};
+                    let values = doc! {"$filter": {"input": stored, "cond": {"$ne": ["$$this", null]}}};
+                    doc! {"$expr": {"$gt": [{"$size": values}, count_values(array)]}}
                 }
                 (None, fields) if has_otherwise || fields.iter().all(is_nothing) => {
                     read::has_values(self.rule, &[], fields)
@@ -142,7 +143,7 @@ impl Run<'_> {
             return Ok(true);
         }
         let lost: HashMap<&Key, String> = losing.iter().map(|(id, desired)| (*id, format!("{desired:?}"))).collect();
-        self.may_lose(doc! {"$or": clauses}, after, &|id| self.loss(id, lost.get(id))).await
+        self.may_lose(&|_| doc! {"$or": clauses.clone()}, after, &|id| self.loss(id, lost.get(id))).await
     }
 
     /// The form in which a loss is counted: a target counts once, and one with values in array elements once for each that it loses
@@ -158,14 +159,31 @@ impl Run<'_> {
         Ok(self.context.memory.removals.count(self.rule.id, limit, losses))
     }
 
-    /// True if the targets that this filter finds may lose their values, which counts as `loss` says. Counts them if so.
+    /// True if the targets that this filter of a rule finds may lose their values. Counts the `loss` of each if so. Where the rule's
+    /// `where` cannot be evaluated on one of them, all targets count that it could choose.
     pub(super) async fn may_lose(
         &self,
-        filter: Document,
+        losing: &(dyn Fn(&Rule) -> Document + Send + Sync),
         after: ClusterTime,
         loss: &(dyn Fn(&Key) -> u64 + Send + Sync),
     ) -> Result<bool> {
         let Some(limit) = self.limit().await? else { return Ok(true) };
+        let losses = match self.losses(losing(self.rule), limit, after, loss).await {
+            Err(error) if error.is_refusal() && self.rule.target.filter.is_some() => {
+                self.losses(losing(&self.rule.without_target_filter()), limit, after, loss).await?
+            }
+            losses => losses?,
+        };
+        Ok(self.context.memory.removals.count(self.rule.id, limit, losses))
+    }
+
+    async fn losses(
+        &self,
+        filter: Document,
+        limit: usize,
+        after: ClusterTime,
+        loss: &(dyn Fn(&Key) -> u64 + Send + Sync),
+    ) -> Result<Vec<u64>> {
         let more = i64::try_from(limit).unwrap_or(i64::MAX).saturating_add(1);
         let command = doc! {
             "find": &self.rule.target.namespace.collection, "filter": filter, "projection": {"_id": 1}, "limit": more,
@@ -184,8 +202,7 @@ impl Run<'_> {
             }
             Ok::<_, Error>(targets)
         };
-        let targets = read.instrument(self.reading(Role::Target)).await?;
-        Ok(self.context.memory.removals.count(self.rule.id, limit, targets))
+        read.instrument(self.reading(Role::Target)).await
     }
 
     /// The number of targets that may lose their values within an hour; None if an operator has agreed to any number.
@@ -211,4 +228,10 @@ impl Run<'_> {
         let targets = counted.ok().and_then(|targets| usize::try_from(targets).ok()).unwrap_or_default();
         self.context.partition.share((targets / PART).max(LEAST))
     }
+}
+
+/// Number of elements that are not null.
+pub(super) fn count_values(array: &RawArray) -> i32 {
+    let values = array.into_iter().filter(|element| !matches!(element, Ok(RawBsonRef::Null))).count();
+    i32::try_from(values).unwrap_or(i32::MAX)
 }

@@ -19,7 +19,7 @@ use denormd_model::{
     field_path::{FieldPath, Segment},
     key::Key,
 };
-use denormd_mongo::error::{Error, Result};
+use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::plan::{
     Rule, Values,
     reference::{Role, dbref_parent},
@@ -221,10 +221,19 @@ pub fn of_elements(
     Ok(Some(update(rule, unchanged(rule, id, guard)?, operators.document(), &[])?))
 }
 
+/// A guard as a document. An error if it has a field name twice: the server compares both fields, and a [`Document`] has one of them.
+pub(super) fn guard_document(guard: &RawDocumentBuf) -> Result<Document> {
+    let document = Document::try_from(guard.as_ref())?;
+    if raw(&document)?.as_bytes() == guard.as_bytes() {
+        return Ok(document);
+    }
+    Err(Error::new(Kind::Refused, "a value that the rule reads in the target has a field name twice"))
+}
+
 /// Conditions that the target with this `_id` fulfils while its guard is unchanged.
 pub(super) fn unchanged(rule: &Rule, id: &Key, guard: &RawDocumentBuf) -> Result<Vec<Document>> {
     let id = id.values().first().cloned().unwrap_or(Bson::Null);
-    let guard = Document::try_from(guard.as_ref())?;
+    let guard = guard_document(guard)?;
     Ok(vec![doc! {"_id": id}, doc! {"$expr": {"$eq": [guard_expression(rule), {"$literal": guard}]}}])
 }
 

@@ -1,11 +1,8 @@
 //! Targets that differed when they were last compared. Pure.
 
-use std::{
-    collections::{HashMap, HashSet},
-    hash::{DefaultHasher, Hash, Hasher},
-};
+use std::collections::{HashMap, HashSet};
 
-use bson::{Bson, RawBson, RawDocumentBuf};
+use bson::Bson;
 
 use crate::reconcile::compare::Compared;
 use denormd_model::key::Key;
@@ -55,7 +52,7 @@ impl Suspects {
 
     /// Records the first comparison of a target.
     pub fn add(&mut self, compared: &Compared) {
-        if let Some(fingerprint) = fingerprint(compared) {
+        if let Some(fingerprint) = compared.fingerprint() {
             self.looked.insert(Key::one(compared.target.clone()), Looked { fingerprint, times: 1 });
         }
     }
@@ -70,7 +67,7 @@ impl Suspects {
     /// Records another comparison, made after everything committed at the previous one has been applied.
     pub fn look(&mut self, compared: &Compared, needed: u32) -> Verdict {
         let id = Key::one(compared.target.clone());
-        let Some(fingerprint) = fingerprint(compared) else {
+        let Some(fingerprint) = compared.fingerprint() else {
             self.looked.remove(&id);
             return Verdict::Cleared;
         };
@@ -86,28 +83,6 @@ impl Suspects {
         self.looked.remove(&id);
         Verdict::Differs
     }
-}
-
-/// A hash of the differing paths with their stored and expected values; None if nothing differs.
-fn fingerprint(compared: &Compared) -> Option<u64> {
-    let mut hasher = DefaultHasher::new();
-    let mut differs = false;
-    for difference in compared.differences() {
-        differs = true;
-        (&difference.path, difference.element).hash(&mut hasher);
-        for value in [&difference.expected, &difference.stored] {
-            bytes(value.as_ref()).hash(&mut hasher);
-        }
-    }
-    differs.then(|| hasher.finish())
-}
-
-fn bytes(value: Option<&RawBson>) -> Vec<u8> {
-    let mut doc = RawDocumentBuf::new();
-    if let Some(value) = value {
-        doc.append(bson::cstr!("v"), value.clone());
-    }
-    doc.into_bytes()
 }
 
 #[cfg(test)]
