@@ -83,6 +83,7 @@ async fn what_otherwise_says_is_nothing_to_lose() {
         for price in 3..6 {
             let set = doc! {"$set": {"price": price, "name": format!("part {price}")}};
             db.collection::<Document>("items").update_one(doc! {"_id": 3}, set).await.unwrap();
+            orders.update_many(doc! {}, doc! {"$set": {"lines.0.list": price}}).await.unwrap();
             daemon.settled().await;
         }
         daemon.ask("r").await;

@@ -451,8 +451,7 @@ impl Counting<'_> {
         .await;
         match result {
             Ok(whole) => Ok(whole && found < most),
-            // `where` cannot be evaluated on one of them, or it takes too long.
-            Err(error) if matches!(error.kind, Kind::ReadTimedOut | Kind::Refused) => Ok(false),
+            Err(error) if error.kind == Kind::ReadTimedOut => Ok(false),
             Err(error) => Err(error),
         }
     }

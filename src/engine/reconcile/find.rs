@@ -54,15 +54,18 @@ impl Run<'_> {
 
     /// Finds the targets that refer to the keys, or hold them, and asks for each.
     pub(super) async fn found(&self, items: &mut [Item], follow_ups: &mut Vec<Request>) -> Result<()> {
-        match (self.few(items).await, items) {
+        let found = match self.few(self.rule, items).await {
+            // `where` cannot be evaluated on one of them. Each request names it again: only that target becomes a dead letter.
+            Err(error) if error.is_refusal() && self.rule.target.filter.is_some() => {
+                self.few(&self.rule.without_target_filter(), items).await
+            }
+            found => found,
+        };
+        match (found, items) {
             (Ok(Some(mut requests)), _) => follow_ups.append(&mut requests),
             (Ok(None), [item]) => item.end = Some(self.fan_out(item).await),
             // A fan-out job reads a part of the collection at a time.
             (Err(error), [item]) if error.is_read_timeout() => item.end = Some(self.fan_out(item).await),
-            // It also reads past a target on which `where` cannot be evaluated.
-            (Err(error), [item]) if error.is_refusal() && self.rule.target.filter.is_some() => {
-                item.end = Some(self.fan_out(item).await);
-            }
             (Err(error), _) => return Err(error),
             (Ok(None), _) => return Err(Error::new(Kind::TooLarge, "these keys have too many targets")),
         }
@@ -70,11 +73,11 @@ impl Run<'_> {
     }
 
     /// Requests for the targets found; None if there are too many.
-    pub(super) async fn few(&self, items: &[Item]) -> Result<Option<Vec<Request>>> {
+    async fn few(&self, rule: &Rule, items: &[Item]) -> Result<Option<Vec<Request>>> {
         let mut requests = Vec::new();
         let keys: Vec<&Key> = items.iter().map(|item| &item.key).collect();
-        let Some(command) = read::found(self.rule, self.task, &keys) else { return Ok(Some(requests)) };
-        let database = &self.rule.target.namespace.database;
+        let Some(command) = read::found(rule, self.task, &keys) else { return Ok(Some(requests)) };
+        let database = &rule.target.namespace.database;
         let command = limited(command, self.limit);
         let mut pages = self.context.server.pages(database, command, Reads { after: newest(items) }).await?;
         let (mut targets, mut found) = (0, 0);

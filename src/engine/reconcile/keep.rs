@@ -29,7 +29,7 @@ use denormd_mongo::{
     command::limited,
     error::{Error, Result},
 };
-use denormd_rules::plan::{Keyed, reference::Role};
+use denormd_rules::plan::{Keyed, Rule, reference::Role};
 
 /// A value to be kept.
 struct Old {
@@ -41,24 +41,51 @@ struct Old {
 
 /// The targets of a batch.
 struct Batch<'a> {
-    /// Condition on the targets.
-    filter: Document,
+    /// The keys all of whose targets are written.
+    all: Vec<&'a Key>,
+    /// The `_id`s of other targets that are written.
+    ids: Vec<&'a Key>,
     /// The keys whose values are written.
     keys: HashSet<&'a Key>,
     /// True if a key has a fan-out job: its targets behind the backfill may still hold the application's values.
     fans_out: bool,
 }
 
+impl Batch<'_> {
+    /// Condition on its targets that this rule chooses and that have a value to be kept.
+    fn filter(&self, rule: &Rule, kept: &Kept) -> Document {
+        let mut clauses = Vec::new();
+        if !self.ids.is_empty() {
+            clauses.push(one_of("_id", self.ids.iter().filter_map(|id| id.values().first())));
+        }
+        if !self.all.is_empty() {
+            clauses.push(holders_filter(rule, &self.all));
+        }
+        let exists = |path: &FieldPath| doc! {path.query(): {"$exists": true}};
+        let paths = rule.owned().into_iter().filter(|path| kept.keeping.paths.contains(&path.to_string()));
+        let mut filter = vec![doc! {"$or": clauses}, doc! {"$or": paths.map(exists).collect::<Vec<_>>()}];
+        filter.extend(rule.target.filter.clone());
+        doc! {"$and": filter}
+    }
+}
+
 impl Run<'_> {
     /// Keeps the values that these items are about to overwrite, if this is the rule's first backfill.
     pub(super) async fn keep(&self, items: &[Item], rows: &Rows) -> Result<()> {
         let Some(kept) = self.context.memory.kept.of(self.rule.id) else { return Ok(()) };
-        let Some(batch) = self.batch(items, rows, &kept) else { return Ok(()) };
+        let Some(batch) = self.batch(items, rows) else { return Ok(()) };
         // The future is large, and most batches do not need it.
-        Box::pin(self.keep_of(&batch, newest(items), rows, &kept)).await
+        match Box::pin(self.keep_of(self.rule, &batch, newest(items), rows, &kept)).await {
+            // `where` cannot be evaluated on one of them. The values of targets that it leaves out do no harm.
+            Err(error) if error.is_refusal() && self.rule.target.filter.is_some() => {
+                let rule = self.rule.without_target_filter();
+                Box::pin(self.keep_of(&rule, &batch, newest(items), rows, &kept)).await
+            }
+            kept => kept,
+        }
     }
 
-    fn batch<'a>(&self, items: &'a [Item], rows: &Rows, kept: &Kept) -> Option<Batch<'a>> {
+    fn batch<'a>(&self, items: &'a [Item], rows: &Rows) -> Option<Batch<'a>> {
         let written = |item: &&Item| {
             let gone = self.detached && !item.key.values().is_empty() && !rows.answer(&item.key);
             item.end.is_none() && !(self.task == Task::Value && gone)
@@ -72,26 +99,16 @@ impl Run<'_> {
                 Scope::All => all.push(&item.key),
             }
         }
-        let mut clauses = Vec::new();
-        if !ids.is_empty() {
-            clauses.push(one_of("_id", ids.iter().filter_map(|id| id.values().first())));
-        }
-        if !all.is_empty() {
-            clauses.push(holders_filter(self.rule, &all));
-        }
-        if clauses.is_empty() {
+        if all.is_empty() && ids.is_empty() {
             return None;
         }
-        let exists = |path: &FieldPath| doc! {path.query(): {"$exists": true}};
-        let paths = self.rule.owned().into_iter().filter(|path| kept.keeping.paths.contains(&path.to_string()));
-        let mut filter = vec![doc! {"$or": clauses}, doc! {"$or": paths.map(exists).collect::<Vec<_>>()}];
-        filter.extend(self.rule.target.filter.clone());
         let fans_out = items.iter().any(|item| self.context.memory.fan_outs.is_running(&self.subject(item)));
-        Some(Batch { filter: doc! {"$and": filter}, keys: items.iter().map(|item| &item.key).collect(), fans_out })
+        Some(Batch { all, ids, keys: items.iter().map(|item| &item.key).collect(), fans_out })
     }
 
     async fn keep_of(
         &self,
+        rule: &Rule,
         batch: &Batch<'_>,
         after: denormd_model::position::ClusterTime,
         rows: &Rows,
@@ -99,7 +116,7 @@ impl Run<'_> {
     ) -> Result<()> {
         let target = &self.rule.target.namespace;
         let command = doc! {
-            "find": &target.collection, "filter": batch.filter.clone(), "projection": projection(self.rule),
+            "find": &target.collection, "filter": batch.filter(rule, kept), "projection": projection(self.rule),
             "collation": simple_collation(),
         };
         let passed = self.passed(batch, kept).await?;

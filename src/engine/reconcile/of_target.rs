@@ -184,8 +184,15 @@ impl Run<'_> {
         self.may_lose_of_targets(&whole, after).await
     }
 
-    /// True if an element has a value other than the desired one, which it gets for want of a source.
+    /// True if an element has a value other than the desired one, which it gets for want of a source. A value of `otherwise` that
+    /// follows the target does not count: the stored one may be an earlier one of these.
     fn loses(&self, element: &Bson, fields: &[Field]) -> bool {
+        let is_nothing = |field: &Field| matches!(field, None | Some(bson::RawBson::Null));
+        let Values::Set { otherwise, .. } = &self.rule.values else { return false };
+        let follows = otherwise.iter().flatten().flatten().any(|value| value.to_string().contains("$$target"));
+        if follows && !fields.iter().all(is_nothing) {
+            return false;
+        }
         let Some(each) = self.rule.reference.target_each.as_ref() else { return false };
         self.rule.owned().into_iter().zip(fields).any(|(path, field)| {
             let stored = path.below(each).and_then(|below| value_at(element.as_document()?, below));

@@ -160,7 +160,7 @@ impl Run<'_> {
     }
 
     /// True if the targets that this filter of a rule finds may lose their values. Counts the `loss` of each if so. Where the rule's
-    /// `where` cannot be evaluated on one of them, all targets count that it could choose.
+    /// `where` cannot be evaluated on one of them, all targets count that it could choose; an error if these are too many.
     pub(super) async fn may_lose(
         &self,
         losing: &(dyn Fn(&Rule) -> Document + Send + Sync),
@@ -168,13 +168,14 @@ impl Run<'_> {
         loss: &(dyn Fn(&Key) -> u64 + Send + Sync),
     ) -> Result<bool> {
         let Some(limit) = self.limit().await? else { return Ok(true) };
-        let losses = match self.losses(losing(self.rule), limit, after, loss).await {
+        let count = |losses| self.context.memory.removals.count(self.rule.id, limit, losses);
+        match self.losses(losing(self.rule), limit, after, loss).await {
             Err(error) if error.is_refusal() && self.rule.target.filter.is_some() => {
-                self.losses(losing(&self.rule.without_target_filter()), limit, after, loss).await?
+                let losses = self.losses(losing(&self.rule.without_target_filter()), limit, after, loss).await?;
+                if count(losses) { Ok(true) } else { Err(error) }
             }
-            losses => losses?,
-        };
-        Ok(self.context.memory.removals.count(self.rule.id, limit, losses))
+            losses => Ok(count(losses?)),
+        }
     }
 
     async fn losses(

@@ -4,9 +4,9 @@
 //! for, and that the target still matches `target.where`. The code that sends the command ensures that it starts in
 //! time.
 
-use std::iter;
+use std::{collections::HashSet, iter};
 
-use bson::{Bson, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, rawdoc};
+use bson::{Bson, Document, RawArrayBuf, RawBson, RawBsonRef, RawDocumentBuf, cstr, doc, rawdoc};
 
 use crate::{
     reconcile::{
@@ -223,11 +223,33 @@ pub fn of_elements(
 
 /// A guard as a document. An error if it has a field name twice: the server compares both fields, and a [`Document`] has one of them.
 pub(super) fn guard_document(guard: &RawDocumentBuf) -> Result<Document> {
-    let document = Document::try_from(guard.as_ref())?;
-    if raw(&document)?.as_bytes() == guard.as_bytes() {
-        return Ok(document);
+    if has_a_name_twice(RawBsonRef::Document(guard))? {
+        return Err(Error::new(Kind::Refused, "a value that the rule reads in the target has a field name twice"));
     }
-    Err(Error::new(Kind::Refused, "a value that the rule reads in the target has a field name twice"))
+    Ok(Document::try_from(guard.as_ref())?)
+}
+
+fn has_a_name_twice(value: RawBsonRef<'_>) -> Result<bool> {
+    match value {
+        RawBsonRef::Document(document) => {
+            let mut names = HashSet::new();
+            for field in document {
+                let (name, value) = field?;
+                if !names.insert(name) || has_a_name_twice(value)? {
+                    return Ok(true);
+                }
+            }
+        }
+        RawBsonRef::Array(array) => {
+            for value in array {
+                if has_a_name_twice(value?)? {
+                    return Ok(true);
+                }
+            }
+        }
+        _ => {}
+    }
+    Ok(false)
 }
 
 /// Conditions that the target with this `_id` fulfils while its guard is unchanged.
