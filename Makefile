@@ -245,7 +245,7 @@ define BUILD_PREVIOUS
 	fi
 endef
 
-# MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone. DENORMD_PREVIOUS names a program of the previous release, for Upgraded.
+# MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone, FAULT=LeaderFrozen+PrimaryKilled for both at once. DENORMD_PREVIOUS names a program of the previous release, for Upgraded.
 .PHONY: faults
 faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table
 	@export MONGOD="$$(python3 tests/mongod.py)"

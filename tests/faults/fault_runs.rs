@@ -566,10 +566,13 @@ async fn rounds(stage: &mut Stage, minutes: f64, mut after: impl AsyncFnMut(&Sta
     let mut table = Table::new();
     while begun.elapsed().as_secs_f64() < minutes * 60.0 {
         let faults = match &only {
-            Some(name) => Fault::ALL.into_iter().filter(|fault| format!("{fault:?}") == *name).collect(),
+            Some(names) => {
+                let named = |name: &str| Fault::ALL.into_iter().find(|fault| format!("{fault:?}") == name);
+                names.split('+').filter_map(|name| named(name.trim())).collect()
+            }
             None => stage.draw(),
         };
-        assert!(!faults.is_empty(), "DENORMD_FAULT is one of {:?}", Fault::ALL);
+        assert!(!faults.is_empty(), "DENORMD_FAULT is one of these, or several with + between them: {:?}", Fault::ALL);
         let name = faults.iter().map(|fault| format!("{fault:?}")).collect::<Vec<_>>().join(" + ");
         // A difference or a write panics with the logs; the table must still be printed.
         let round = AssertUnwindSafe(stage.round(&faults)).catch_unwind().await;

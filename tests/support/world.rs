@@ -257,10 +257,30 @@ impl World {
             let found = self.differences().await;
             match found {
                 Ok(found) if found.is_empty() => return begun.elapsed(),
-                found => assert!(begun.elapsed() < PATIENCE, "still wrong: {found:#?}\n{}", self.logs()),
+                Ok(found) if begun.elapsed() >= PATIENCE => {
+                    panic!("still wrong: {found:#?}\n{}\n{}", self.written(&found).await, self.logs());
+                }
+                found => assert!(begun.elapsed() < PATIENCE, "cannot be read: {found:#?}\n{}", self.logs()),
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
+    }
+
+    /// The last entries of the oplog about these targets.
+    async fn written(&self, found: &[String]) -> String {
+        let oplog = self.test.client.database("local").collection::<Document>("oplog.rs");
+        let targets = [format!("{}.logs", self.test.name), format!("{}.persons", self.test.name)];
+        let mut entries = String::new();
+        for line in found.iter().take(3) {
+            let number =
+                line.split_once("\"_id\": ").and_then(|(_, rest)| rest.split(',').next()?.trim().parse::<i32>().ok());
+            let about = doc! {"ns": {"$in": targets.to_vec()}, "$or": [{"o2._id": number}, {"o._id": number}]};
+            let last = oplog.find(about).sort(doc! {"$natural": -1}).limit(20).await.unwrap();
+            for entry in last.try_collect::<Vec<_>>().await.unwrap() {
+                entries.push_str(&format!("{entry}\n"));
+            }
+        }
+        entries
     }
 
     /// Waits until everything has converged, and then verifies that nothing is written for a time.
