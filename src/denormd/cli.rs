@@ -202,7 +202,7 @@ references that resolve by BSON type, fan-out, growth, and what a backfill would
 how many existing values it would add to, overwrite and remove. It ends with `ready`, with warnings about what looks like a
 mistake, or with a numbered list of what to do.
 
-Exit status: 0 ready, with warnings or without, 1 failed, 2 usage or config error, 4 steps are needed first, or a rule would be blocked.")]
+Exit status: 0 ready, with warnings or without, 1 failed, 2 usage or config error, 4 not ready: something must be done first, or a rule would be blocked.")]
     Plan {
         /// Check the config alone, without a server.
         #[arg(long, conflicts_with = "apply")]
@@ -235,7 +235,7 @@ A file holds cases: documents before, and what some of them should be afterwards
       gone: { products: [11] }        # _ids of documents that a rule should have deleted
 
 A document under `expect` is compared as a whole, BSON types included; documents that are not listed are not compared. Common
-operators are evaluated as in MongoDB 6.0; if a rule uses another one, its case fails and names it. --uri runs the same cases through
+operators are evaluated as in MongoDB 6.0; if a rule uses any other, its case fails and names the operator. --uri runs the same cases through
 the daemon's pipeline, in temporary databases (denormd_test_…) that are dropped afterwards: nothing else is touched.
 
 Exit status: 0 every case passed, 1 one failed, 2 a mistake in a file or in the config.")]
