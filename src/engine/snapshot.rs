@@ -136,9 +136,9 @@ impl Snapshot {
         self.states.get(rule).is_none_or(|state| !state.is_stopped())
     }
 
-    /// Records that every target of the rule has been compared or written since `begun`.
-    pub fn passed(&mut self, rule: &str, begun: Instant) {
-        self.unrepaired.retain(|name, found| name != rule || *found >= begun);
+    /// Forgets a rule's unrepaired drift that was found before `since`: every target has been compared or written after that.
+    pub fn clear_drift(&mut self, rule: &str, since: Instant) {
+        self.unrepaired.retain(|name, found| name != rule || *found >= since);
     }
 
     /// Keeps the progress of the jobs of the pipeline before this one, for those that have not started again, and its rules'

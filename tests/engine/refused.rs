@@ -20,7 +20,7 @@ async fn audited(daemon: &Daemon) {
 }
 
 /// The fan-out job, the backfill and the audit read the targets with the same `where`, and were repeated without end. Sources that
-/// change, go and come back are followed all the same.
+/// change, are deleted and return are still followed.
 #[tokio::test]
 async fn a_target_on_which_where_fails_becomes_a_dead_letter_alone() {
     for touch in ["", ", touch: at"] {

@@ -15,7 +15,7 @@ async fn with_limit(test: &TestDb, rule: &str) -> Daemon {
     Daemon::start_config(&text.replace("limits: {", "limits: { destroy_per_hour: 10,")).await
 }
 
-/// Thirty orders, each with the part 1 in a line, beside a part that stays.
+/// Thirty orders, each with a line for item 1. Items 2 and 3 stay.
 async fn orders(test: &TestDb) {
     let db = test.database();
     let item = |id: i32| doc! {"_id": id, "price": 2, "name": "part", "tags": ["a"], "active": id < 3};

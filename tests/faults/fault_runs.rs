@@ -568,7 +568,7 @@ async fn rounds(stage: &mut Stage, minutes: f64, mut after: impl AsyncFnMut(&Sta
         let faults = match &only {
             Some(names) => {
                 let named = |name: &str| Fault::ALL.into_iter().find(|fault| format!("{fault:?}") == name);
-                names.split('+').filter_map(|name| named(name.trim())).collect()
+                names.split('+').map(|name| named(name.trim())).collect::<Option<Vec<_>>>().unwrap_or_default()
             }
             None => stage.draw(),
         };

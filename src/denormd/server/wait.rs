@@ -89,14 +89,14 @@ struct Whole {
     attached: Vec<Arc<Context>>,
     /// The rules that do not run yet here, and on a standby those with unrepaired drift, as far as the leaders have reported it.
     /// A leader of some partitions does not know the drift in the others.
-    starting: BTreeSet<String>,
+    incomplete: BTreeSet<String>,
 }
 
 impl Whole {
     fn of(board: &Board) -> Result<Self, String> {
         // In this order: a config that is put into force in between adds exceptions, and hides none.
-        let (context, mut starting, attached) = (board.context(), board.starting(), board.all_attached());
-        starting.extend(board.reported_drift());
+        let (context, mut incomplete, attached) = (board.context(), board.starting(), board.all_attached());
+        incomplete.extend(board.reported_drift());
         let leadership = board.leadership();
         let stands_by = matches!(leadership, Leadership::Standby { .. });
         if !stands_by && attached.is_empty() {
@@ -109,7 +109,7 @@ impl Whole {
             Some((context, partitions))
         });
         let (context, partitions) = known.ok_or("the cluster has not been reached yet")?;
-        Ok(Self { context, partitions, attached, starting })
+        Ok(Self { context, partitions, attached, incomplete })
     }
 
     /// Waits for `from` (or for now), then once for each further level of the longest chain of rules. Stops early at a level
@@ -197,7 +197,7 @@ impl Whole {
             let others = plan.rules.iter().filter(|rule| !store.ids().iter().all(|partition| is_run(rule, partition)));
             except.extend(others.map(|rule| rule.name.clone()));
         }
-        except.extend(self.starting.iter().cloned());
+        except.extend(self.incomplete.iter().cloned());
         let mut except = plan.with_fed(except);
         except.extend(plan.rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone()));
         except.retain(|name| plan.named(name).is_some());

@@ -80,7 +80,7 @@ fn newer(version: i32, program: Option<String>) -> Error {
     let by = program.map(|program| format!(" by denormd {program}")).unwrap_or_default();
     let message = format!("the state has format {version}, written{by}; this denormd knows formats up to {VERSION}");
     Error::new(Kind::Topology, message).hint(
-        "run that version or a newer one. To go back all the same, stop every instance and drop the state database: every \
-         rule counts as new then, and pauses, agreements, dead letters and values kept for `undo` are lost",
+        "run that version or a newer one. To go back anyway, stop every instance and drop the state database: every \
+         rule then counts as new, and pauses, agreements, dead letters and values kept for `undo` are lost",
     )
 }

@@ -135,9 +135,9 @@ impl Audit<'_> {
                 }
             }
         }
-        let begun = round.begun;
+        let since = round.begun;
         self.context.published.update(|snapshot| {
-            snapshot.passed(&self.rule.name, begun);
+            snapshot.clear_drift(&self.rule.name, since);
             false
         });
         *current = None;

@@ -159,7 +159,7 @@ impl RuleBackfill<'_> {
         let mut pending: VecDeque<Pending> = VecDeque::new();
         let mut after = request.after.clone();
         let is_whole = after.is_none() && !request.in_sources;
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut targets = 0_u64;
         let time = server.operation_time().await?;
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
@@ -215,7 +215,7 @@ impl RuleBackfill<'_> {
         let done = self.finish(request, (targets, expected)).await?;
         if done && is_whole {
             published.update(|snapshot| {
-                snapshot.passed(&self.rule.name, begun);
+                snapshot.clear_drift(&self.rule.name, started);
                 false
             });
         }

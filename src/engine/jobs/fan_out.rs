@@ -287,7 +287,7 @@ impl JobRunner<'_> {
         } else {
             let read = match pass.in_one_read(job, self.rule).await {
                 // `where` cannot be evaluated on one of them. Each write names it again: only that one becomes a dead letter.
-                Err(error) if error.is_refusal() && self.rule.target.filter.is_some() => {
+                Err(error) if read::where_fails(self.rule, &error) => {
                     pass.in_one_read(job, &self.rule.without_target_filter()).await
                 }
                 read => read,

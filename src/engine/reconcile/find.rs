@@ -56,7 +56,7 @@ impl Run<'_> {
     pub(super) async fn found(&self, items: &mut [Item], follow_ups: &mut Vec<Request>) -> Result<()> {
         let found = match self.few(self.rule, items).await {
             // `where` cannot be evaluated on one of them. Each request names it again: only that target becomes a dead letter.
-            Err(error) if error.is_refusal() && self.rule.target.filter.is_some() => {
+            Err(error) if read::where_fails(self.rule, &error) => {
                 self.few(&self.rule.without_target_filter(), items).await
             }
             found => found,

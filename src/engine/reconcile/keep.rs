@@ -14,7 +14,7 @@ use crate::{
         batch::{Item, Run, newest},
         compare::{self, Difference, key_of, projection},
         memory::{Kept, is_behind},
-        read::{holders_filter, one_of, simple_collation},
+        read::{holders_filter, one_of, simple_collation, where_fails},
         value::Rows,
     },
     request::{Scope, Task},
@@ -77,7 +77,7 @@ impl Run<'_> {
         // The future is large, and most batches do not need it.
         match Box::pin(self.keep_of(self.rule, &batch, newest(items), rows, &kept)).await {
             // `where` cannot be evaluated on one of them. The values of targets that it leaves out do no harm.
-            Err(error) if error.is_refusal() && self.rule.target.filter.is_some() => {
+            Err(error) if where_fails(self.rule, &error) => {
                 let rule = self.rule.without_target_filter();
                 Box::pin(self.keep_of(&rule, &batch, newest(items), rows, &kept)).await
             }

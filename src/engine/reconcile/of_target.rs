@@ -158,6 +158,13 @@ impl Run<'_> {
         if !matches!(self.rule.values, Values::Set { .. } | Values::Into { .. }) || self.detached {
             return Ok(true);
         }
+        let is_nothing = |field: &Field| matches!(field, None | Some(bson::RawBson::Null));
+        // A value of `otherwise` that follows the target does not count: the stored one may be an earlier one of these.
+        let otherwise = match &self.rule.values {
+            Values::Set { otherwise, .. } => otherwise.as_deref().unwrap_or_default(),
+            _ => &[],
+        };
+        let follows = otherwise.iter().flatten().any(|value| value.to_string().contains("$$target"));
         let mut whole: Vec<(&Key, &Desired)> = Vec::new();
         let mut losses = Vec::new();
         for (nth, target, content) in wanted {
@@ -171,7 +178,9 @@ impl Run<'_> {
                 Content::Elements(elements) => {
                     let stored = self.rule.reference.elements(Role::Target, &target.target);
                     let loses = |(nth, fields): &&(usize, Vec<Field>)| {
-                        missing.contains(nth) && stored.get(*nth).is_some_and(|element| self.loses(element, fields))
+                        missing.contains(nth)
+                            && (!follows || fields.iter().all(is_nothing))
+                            && stored.get(*nth).is_some_and(|element| self.loses(element, fields))
                     };
                     let lost: Vec<_> = elements.iter().filter(loses).map(|(nth, _)| &target.references[*nth]).collect();
                     losses.extend((!lost.is_empty()).then(|| self.loss(id, lost)));
@@ -184,15 +193,8 @@ impl Run<'_> {
         self.may_lose_of_targets(&whole, after).await
     }
 
-    /// True if an element has a value other than the desired one, which it gets for want of a source. A value of `otherwise` that
-    /// follows the target does not count: the stored one may be an earlier one of these.
+    /// True if an element has a value other than the desired one, which it gets because no source matches.
     fn loses(&self, element: &Bson, fields: &[Field]) -> bool {
-        let is_nothing = |field: &Field| matches!(field, None | Some(bson::RawBson::Null));
-        let Values::Set { otherwise, .. } = &self.rule.values else { return false };
-        let follows = otherwise.iter().flatten().flatten().any(|value| value.to_string().contains("$$target"));
-        if follows && !fields.iter().all(is_nothing) {
-            return false;
-        }
         let Some(each) = self.rule.reference.target_each.as_ref() else { return false };
         self.rule.owned().into_iter().zip(fields).any(|(path, field)| {
             let stored = path.below(each).and_then(|below| value_at(element.as_document()?, below));

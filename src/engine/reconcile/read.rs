@@ -1026,6 +1026,13 @@ pub fn found_in_order(rule: &Rule, task: Task, key: &Key, after: Option<&Bson>) 
     Some(command)
 }
 
+/// True if a read with the rule's `where` for targets may have failed because it cannot be evaluated on one of them. A read without it
+/// ([`Rule::without_target_filter`]) goes past that one.
+#[must_use]
+pub fn where_fails(rule: &Rule, error: &Error) -> bool {
+    error.is_refusal() && rule.target.filter.is_some()
+}
+
 /// Reads the `_id`s of all targets that refer to one of `keys`.
 #[must_use]
 pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {

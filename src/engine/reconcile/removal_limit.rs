@@ -170,7 +170,7 @@ impl Run<'_> {
         let Some(limit) = self.limit().await? else { return Ok(true) };
         let count = |losses| self.context.memory.removals.count(self.rule.id, limit, losses);
         match self.losses(losing(self.rule), limit, after, loss).await {
-            Err(error) if error.is_refusal() && self.rule.target.filter.is_some() => {
+            Err(error) if read::where_fails(self.rule, &error) => {
                 let losses = self.losses(losing(&self.rule.without_target_filter()), limit, after, loss).await?;
                 if count(losses) { Ok(true) } else { Err(error) }
             }
