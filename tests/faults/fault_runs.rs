@@ -249,7 +249,11 @@ impl Stage {
             Fault::TargetRenamedOver => data::rename_over(&self.world, "logs").await,
             Fault::StateDiskFull => self.state_disk_full(1000 + 2 * wait).await,
             Fault::MemberResynced => self.resync_member().await,
-            Fault::MemberClockSkewed => self.skew_member(wait).await,
+            Fault::MemberClockSkewed => {
+                // Release 0.1 keeps the latest end that its lease ever had, by the clocks of all primaries.
+                self.finish_upgrade().await;
+                self.skew_member(wait).await;
+            }
             Fault::Reloaded => self.reload(),
             Fault::Upgraded => self.upgrade().await,
             Fault::CommandsRefused | Fault::AnswersLost | Fault::WritesHang | Fault::SlowServer => {
