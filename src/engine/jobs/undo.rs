@@ -93,11 +93,11 @@ pub async fn carry_out(
     let known = store.standing(&context.server).await?;
     let record = known.into_iter().find(|(name, _)| *name == asked.rule).map(|(_, record)| record);
     let rule = context.plan.named(&asked.rule);
-    if let Some(rule) = rule {
+    if rule.is_some() {
         let stopped = record.as_ref().filter(|record| !is_running(record));
         let Some(record) = stopped else { return Ok(RequestOutcome::Refused(format!("`{}` is running", asked.rule))) };
         // Its last batches may still write.
-        if record.noticed != record.generation || context.memory.batches.is_running(rule.id) {
+        if record.noticed != record.generation {
             return Ok(RequestOutcome::Stopped);
         }
     }

@@ -5,14 +5,12 @@ use std::sync::Arc;
 
 use crate::workqueue::Pending;
 
-mod batches;
 mod fan_outs;
 mod kept;
 mod removals;
 mod sources;
 mod traits;
 
-pub use batches::RunningBatches;
 pub use fan_outs::RunningFanOuts;
 pub use kept::KeptValues;
 pub(super) use kept::{Kept, is_behind};
@@ -23,8 +21,6 @@ pub(super) use traits::Traits;
 /// Facts about the rules and their collections that spare a read, or bound what a rule removes.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// The running batches.
-    pub batches: RunningBatches,
     /// The fan-out jobs in progress.
     pub fan_outs: RunningFanOuts,
     /// The values that rules keep in their first backfill.

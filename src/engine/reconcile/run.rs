@@ -66,7 +66,6 @@ pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome
     let run = Run { context: &context, rule: &rule, task, detached, limit, started, bytes: AtomicUsize::default() };
     let items: Vec<Item> = batch.items.into_iter().map(|(key, work)| Item { key, work, end: None }).collect();
     let mut follow_ups = Vec::new();
-    let _busy = context.memory.batches.begin(rule.id);
     let late = batch_age(&items, context.metrics.now());
     let span = tracing::info_span!(target: STAGES, "batch", rule = %rule.name, ?task, keys = items.len(), oldest_change_ms = late);
     let keys = run.items(items, &mut follow_ups).instrument(span).await;

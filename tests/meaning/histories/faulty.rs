@@ -14,6 +14,7 @@ use std::{
 
 use bson::{Bson, Document, Timestamp, doc};
 use denormd::server::client;
+use denormd_engine::checkpoint::{fan_out, store};
 use denormd_fixture::TestDb;
 use denormd_model::clock;
 use denormd_oracle::{Odd, Options};
@@ -58,6 +59,11 @@ fn everything(prefix: String) -> Options {
 /// True for a world in which the application writes the copies as well, by its seed.
 fn is_overwritten(seed: u64) -> bool {
     seed % 4 == 3
+}
+
+/// True for a world whose copies only denormd writes, and whose guard must see no drift, by its seed.
+fn is_guarded(seed: u64) -> bool {
+    seed % 4 == 1
 }
 
 fn options(seed: u64) -> fn(String) -> Options {
@@ -239,8 +245,10 @@ impl Scale {
                 return Err(Failed::new(format!("daemon {nth} has ended by itself")));
             }
             settle(server, &db, &addresses, &histories).await?;
+            no_drift(&addresses).await?;
             at_rest(server, test).await?;
         }
+        terms_rise(&server.model, state_of(&db).name())?;
         let struck: BTreeMap<Fault, u32> = of_cluster.struck.into_iter().chain(of_daemons.struck).collect();
         println!("{STRUCK}{}", serde_json::to_string(&struck).unwrap());
         Ok(())
@@ -273,11 +281,11 @@ impl Scale {
 
     fn config(test: &TestDb, histories: &[History], partitions: u32) -> String {
         let rules = histories.iter().flat_map(|history| {
-            let more = if is_overwritten(history.seed) {
-                doc! {"adopt": true}
-            } else {
+            let more = match history.seed {
+                seed if is_overwritten(seed) => doc! {"adopt": true},
+                seed if is_guarded(seed) => doc! {"adopt": true, "guard": "watch"},
                 // An audit would repair what went wrong.
-                doc! {"adopt": true, "guard": "off"}
+                _ => doc! {"adopt": true, "guard": "off"},
             };
             scanning(history).into_iter().map(move |rule| rule.into_iter().chain(more.clone()).collect())
         });
@@ -459,6 +467,35 @@ async fn only_with_dead_letters(db: &Database, rules: &[String]) -> bool {
     let with = reply.get_array("values").unwrap();
     let world = |rule: &str| rule.split('-').next().map(ToOwned::to_owned);
     rules.iter().all(|rule| with.iter().filter_map(Bson::as_str).any(|other| world(other) == world(rule)))
+}
+
+/// Fails if a guard has found drift where only denormd writes the copies.
+async fn no_drift(instances: &[SocketAddr]) -> Result<()> {
+    for instance in instances {
+        let metrics = client::get(*instance, "/metrics", Duration::from_secs(5)).await;
+        let text = metrics.map(|answer| String::from_utf8_lossy(&answer.body).into_owned()).unwrap_or_default();
+        for found in text.lines().filter_map(|line| line.strip_prefix("denormd_drift_found_total{rule=\"w")) {
+            let seed = found.split_once('-').and_then(|(seed, _)| seed.parse().ok()).filter(|seed| is_guarded(*seed));
+            if seed.is_some() && !found.ends_with(" 0") {
+                return Err(Failed { seed, text: format!("a guard has found drift that nobody made: w{found}") });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Fails if the term of a document of the state has gone back, or if a term was claimed twice: a former leader has written.
+fn terms_rise(model: &Model, state: &str) -> Result<()> {
+    for collection in ["terms", store::POSITIONS, "rules", fan_out::COLLECTION] {
+        for (id, terms) in model.values(state, collection, "term") {
+            let terms: Vec<i64> = terms.iter().flatten().filter_map(Bson::as_i64).collect();
+            let rises = |pair: &[i64]| pair[0] < pair[1] || (pair[0] == pair[1] && collection != "terms");
+            if !terms.windows(2).all(rises) {
+                return Err(Failed::new(format!("the terms of {id} in `{collection}` do not rise: {terms:?}")));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Fails if anything is written to the application's database while nothing changes.

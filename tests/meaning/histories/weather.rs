@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use bson::{Document, doc};
 use denormd_engine::checkpoint::store::Store;
 use denormd_fixture::TestDb;
 use denormd_mongo::Server;
@@ -37,6 +38,8 @@ pub enum Fault {
     StreamsKilled,
     /// The oplog no longer has what the streams have not read.
     OplogExpired,
+    /// Somebody deletes the leases, a few times.
+    LeasesDeleted,
     DaemonKilled,
     /// A daemon hands over, and starts again.
     DaemonStopped,
@@ -47,7 +50,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    pub const CLUSTER: [Self; 7] = [
+    pub const CLUSTER: [Self; 8] = [
         Self::Commands,
         Self::Election,
         Self::StaleMajority,
@@ -55,6 +58,7 @@ impl Fault {
         Self::Rollback,
         Self::StreamsKilled,
         Self::OplogExpired,
+        Self::LeasesDeleted,
     ];
     pub const DAEMONS: [Self; 4] = [Self::DaemonKilled, Self::DaemonStopped, Self::DaemonDisconnected, Self::Operator];
 
@@ -169,6 +173,7 @@ impl Weather {
             }
             Fault::StreamsKilled => self.model.kill_streams(),
             Fault::OplogExpired => self.model.shorten_oplog(),
+            Fault::LeasesDeleted => return Ok(self.delete_leases().await),
             Fault::DaemonKilled => {
                 let nth = daemon(&mut self.random);
                 let has_struck = daemons[nth].kill()?;
@@ -210,6 +215,18 @@ impl Weather {
             Some(time) => store.pause(server, rule, Some(time)).await.is_ok(),
             None => store.ask(server, rule).await.unwrap_or(false),
         }
+    }
+
+    /// Deletes the leases, and sometimes those by which the instances replace them. Returns false if each attempt fails.
+    async fn delete_leases(&mut self) -> bool {
+        let (server, database) = &self.operator;
+        let leases = server.database(database).collection::<Document>("leases");
+        let mut has_struck = false;
+        for _ in 0..self.random.random_range(1..=4) {
+            has_struck |= leases.delete_many(doc! {}).await.is_ok();
+            tokio::time::sleep(Duration::from_millis(self.random.random_range(5..150))).await;
+        }
+        has_struck
     }
 
     fn rates(&mut self) -> Faults {

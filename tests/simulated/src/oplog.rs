@@ -1,5 +1,7 @@
 //! The oplog: what happened, in order, each with its cluster time.
 
+use std::collections::BTreeMap;
+
 use bson::{Bson, Document, Timestamp, doc};
 
 use crate::{
@@ -84,6 +86,30 @@ impl Model {
         let state = self.state();
         let entries = state.oplog[..state.committed_length()].iter().filter(|entry| entry.database == database);
         entries.map(|entry| format!("{}.{} {:?}", entry.time.time, entry.time.increment, entry.document())).collect()
+    }
+
+    /// The values of a top-level field after each majority-committed change of a document, in order, by `_id`. None where
+    /// the document was deleted or lacks the field.
+    #[must_use]
+    pub fn values(&self, database: &str, collection: &str, field: &str) -> BTreeMap<String, Vec<Option<Bson>>> {
+        let state = self.state();
+        let mut values: BTreeMap<String, Vec<Option<Bson>>> = BTreeMap::new();
+        for entry in &state.oplog[..state.committed_length()] {
+            let Some(id) = entry.id().filter(|_| entry.database == database && entry.collection == collection) else {
+                continue;
+            };
+            let values = values.entry(id.to_string()).or_default();
+            values.push(match &entry.change {
+                Change::Insert(document) | Change::Replace { document, .. } => document.get(field).cloned(),
+                Change::Update { changes, .. } if changes.unset.iter().any(|path| path == field) => None,
+                Change::Update { changes, .. } => {
+                    let set = changes.set.iter().find(|(path, _)| path == field).map(|(_, value)| value);
+                    set.or_else(|| values.last()?.as_ref()).cloned()
+                }
+                _ => None,
+            });
+        }
+        values
     }
 }
 
