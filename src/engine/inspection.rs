@@ -210,7 +210,7 @@ impl Unwritable {
                 "these targets become dead letters: copy to another path, or change what they hold".to_owned()
             }
         };
-        Problem { at: Some(suspicion::owned_place(rule, path)), ..Problem::new(message, hint, is_general) }
+        Problem { at: Some(rule.written_at(path)), ..Problem::new(message, hint, is_general) }
     }
 }
 

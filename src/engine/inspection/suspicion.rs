@@ -24,7 +24,6 @@ use denormd_rules::{
         reference::Role,
     },
 };
-use places::Places;
 
 /// Documents that are sampled from each side.
 const DRAWN: i32 = 100;
@@ -73,7 +72,7 @@ pub struct Doubts {
 /// Looks for reasons not to create what a rule asks for. Reads only.
 pub async fn doubts(server: &Server, plan: &Plan, rule: &Rule) -> Result<Doubts> {
     let (source, target) = see(server, plan, rule).await?;
-    let is_reversed = !reversed(rule, &source, &target, &Places::of(rule)).is_empty();
+    let is_reversed = !reversed(rule, &source, &target).is_empty();
     let sides = [(rule.source.namespace.clone(), source), (rule.target.namespace.clone(), target)];
     Ok(Doubts { is_reversed, sides })
 }
@@ -114,9 +113,8 @@ async fn see(server: &Server, plan: &Plan, rule: &Rule) -> Result<(Seen, Seen)> 
 /// The suspected mistakes that the text of a rule alone shows.
 #[must_use]
 pub fn without_a_server(rule: &Rule) -> Vec<Mistake> {
-    let at = Places::of(rule);
-    let mut found = quotes(rule, &at);
-    found.extend(interpolation::suspicions(&at));
+    let mut found = quotes(rule);
+    found.extend(interpolation::suspicions(rule));
     found
 }
 
@@ -126,41 +124,34 @@ pub fn place_of(rule: &Rule, role: Role) -> ConfigPath {
     rule.side_at(role)
 }
 
-/// The place where a rule names a path that it owns.
-#[must_use]
-pub fn owned_place(rule: &Rule, path: &FieldPath) -> Mistake {
-    Places::of(rule).owned(path)
-}
-
 /// The place of an entry of `match`.
 #[must_use]
 pub fn pair_place(rule: &Rule, pair: &Pair) -> Mistake {
-    Mistake::new(Places::of(rule).pair(pair), "").on_key()
+    Mistake::new(places::pair_at(rule, pair), "").on_key()
 }
 
 fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
-    let at = Places::of(rule);
     let mut found = without_a_server(rule);
-    found.extend(existence(&rule.source.namespace, source, at.source()));
+    found.extend(existence(&rule.source.namespace, source, rule.side_at(Role::Source)));
     if rule.creates.is_none() {
-        found.extend(existence(&rule.target.namespace, target, at.target()));
+        found.extend(existence(&rule.target.namespace, target, rule.side_at(Role::Target)));
     }
-    let reversed = reversed(rule, source, target, &at);
+    let reversed = reversed(rule, source, target);
     if reversed.is_empty() {
-        found.extend(arrays(rule, source, target, &at));
-        let absent = fields(rule, source, target, &at);
+        found.extend(arrays(rule, source, target));
+        let absent = fields(rule, source, target);
         // A text like `$first $last` has been reported as such.
         found.extend(
             absent.into_iter().filter(|absent| found.iter().all(|known| known.at != absent.at)).collect::<Vec<_>>(),
         );
-        found.extend(types(rule, source, target, &at));
-        found.extend(lacking(rule, target, &at));
-        found.extend(no_times(rule, target, &at));
+        found.extend(types(rule, source, target));
+        found.extend(lacking(rule, target));
+        found.extend(no_times(rule, target));
     } else {
         found.extend(reversed);
     }
     if let Some(shape) = &source.shape {
-        found.extend(constants::suspicions(rule, shape, &at));
+        found.extend(constants::suspicions(rule, shape));
     }
     found
 }
@@ -241,11 +232,11 @@ fn existence(namespace: &Namespace, seen: &Seen, at: ConfigPath) -> Option<Mista
 }
 
 /// Typographic quotation marks, which every parser takes for a part of the name.
-fn quotes(rule: &Rule, at: &Places<'_>) -> Vec<Mistake> {
+fn quotes(rule: &Rule) -> Vec<Mistake> {
     let smart = |text: &str| text.contains(['\u{201c}', '\u{201d}', '\u{2018}', '\u{2019}']);
     let plain = |text: &str| text.replace(['\u{201c}', '\u{201d}', '\u{2018}', '\u{2019}'], "");
     let mut found = Vec::new();
-    for (place, text, on_key) in at.names(rule) {
+    for (place, text, on_key) in places::names(rule) {
         if smart(&text) {
             let mistake =
                 Mistake::new(place, format!("`{text}` holds typographic quotation marks, which are part of the name"));
@@ -267,7 +258,7 @@ fn has(seen: &Seen, path: &FieldPath) -> Option<bool> {
 }
 
 /// Pairs in which each path belongs to the other side: `{ _id: customer_id }` for `{ customer_id: _id }`.
-fn reversed(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+fn reversed(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
     let there = |seen: &Seen, path: &FieldPath| has(seen, path) == Some(true);
     let absent = |seen: &Seen, path: &FieldPath| has(seen, path) == Some(false);
     let turned = rule.reference.pairs.iter().filter(|pair| {
@@ -283,7 +274,7 @@ fn reversed(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<M
                 "`match` looks reversed: `{}` is a field of `{}`, and `{}` one of `{}`",
                 pair.source, rule.target.namespace.collection, pair.target, rule.source.namespace.collection
             );
-            Mistake::new(at.pair(pair), message)
+            Mistake::new(places::pair_at(rule, pair), message)
                 .on_key()
                 .hint(format!("`match` is target path: source path; did you mean `{target_path}: {source_path}`?"))
         })
@@ -318,7 +309,7 @@ fn is_array(field: &Field) -> bool {
 }
 
 /// Paths without `$[]` that lead into an array, where the rule would find or write nothing.
-fn arrays(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+fn arrays(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
     let mut found = Vec::new();
     let mut say = |seen: &Seen, path: &FieldPath, side: &Side, place| {
         let Some(met) = as_met(seen, path).filter(|met| met.contains("$[]") && !path.has_each()) else { return };
@@ -328,8 +319,8 @@ fn arrays(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mis
         found.push(Mistake { message, ..mistake }.hint(format!("did you mean `{met}`? `$[]` stands for each element")));
     };
     for pair in &rule.reference.pairs {
-        say(target, &pair.target, &rule.target, Mistake::new(at.pair(pair), "").on_key());
-        say(source, &pair.source, &rule.source, Mistake::new(at.pair(pair), ""));
+        say(target, &pair.target, &rule.target, Mistake::new(places::pair_at(rule, pair), "").on_key());
+        say(source, &pair.source, &rule.source, Mistake::new(places::pair_at(rule, pair), ""));
     }
     for path in rule.owned() {
         // The value at the end of the path is replaced, whatever it is.
@@ -343,20 +334,21 @@ fn arrays(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mis
             .filter_map(|text| FieldPath::parse(&text).ok())
             .any(|path| target.shape.as_ref().and_then(|shape| shape.field(&path)).is_some_and(is_array));
         if through && !path.has_each() {
-            say(target, path, &rule.target, at.owned(path));
+            say(target, path, &rule.target, rule.written_at(path));
         }
     }
     found
 }
 
 /// Fields that no sampled document has.
-fn fields(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+fn fields(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
     let mut found: Vec<Mistake> = Vec::new();
-    let mut reads = at.reads(rule);
+    let mut reads = places::reads(rule);
     // A filter may name a field that does not exist yet, unless it excludes every document.
-    for (seen, side, place, of_source) in
-        [(source, &rule.source, at.source(), true), (target, &rule.target, at.target(), false)]
-    {
+    for (seen, side, place, of_source) in [
+        (source, &rule.source, rule.side_at(Role::Source), true),
+        (target, &rule.target, rule.side_at(Role::Target), false),
+    ] {
         if let Some(filter) = side.filter.as_ref().filter(|_| seen.none_match) {
             let read = expression::filter(filter).unwrap_or_default();
             reads.push((Mistake::new(place.key("where"), ""), read, of_source));
@@ -384,7 +376,7 @@ fn fields(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mis
 
 /// Paths of `$$target` and `$$targetElement` that some sampled targets or elements lack: an expression takes a missing
 /// value for less than any other.
-fn lacking(rule: &Rule, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+fn lacking(rule: &Rule, target: &Seen) -> Vec<Mistake> {
     let (Some(of_target), Some(shape)) = (&rule.of_target, &target.shape) else { return Vec::new() };
     let each = rule.reference.target_each.as_ref();
     let elements = each.and_then(|each| shape.field(each)).map_or(0, |field| field.met);
@@ -407,13 +399,13 @@ fn lacking(rule: &Rule, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
         let name = each.and_then(|each| text.strip_prefix(&format!("{each}."))).unwrap_or(&text);
         let message = format!("{} of {of} sampled {what} lack `{path}`, which `{variable}.{name}` reads", of - met);
         let hint = "a missing value compares as less than any other, and most operators give null for it: { $ifNull: [..., 0] }";
-        found.push(Mistake::new(at.target(), message).hint(hint));
+        found.push(Mistake::new(rule.side_at(Role::Target), message).hint(hint));
     }
     found
 }
 
 /// Values at the path of `touch` that are no times: they stay as they are.
-fn no_times(rule: &Rule, target: &Seen, at: &Places<'_>) -> Option<Mistake> {
+fn no_times(rule: &Rule, target: &Seen) -> Option<Mistake> {
     let path = rule.touch.as_ref()?;
     let field = target.shape.as_ref()?.field(path)?;
     let others: Vec<&str> =
@@ -421,11 +413,11 @@ fn no_times(rule: &Rule, target: &Seen, at: &Places<'_>) -> Option<Mistake> {
     let number: u64 = others.iter().filter_map(|kind| field.types.get(kind)).sum();
     let message = format!("`{path}` is {} in {number} of {} sampled targets", others.join(" or "), field.met);
     let hint = "`touch` sets dates, and leaves a value of another type as it is: choose another field";
-    (number > 0).then(|| Mistake::new(at.touch(), message).hint(hint))
+    (number > 0).then(|| Mistake::new(rule.at().key("touch"), message).hint(hint))
 }
 
 /// References whose type no key of the other side has.
-fn types(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mistake> {
+fn types(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
     let mut found = Vec::new();
     for pair in &rule.reference.pairs {
         let field = |seen: &'_ Seen, path: &FieldPath| seen.shape.as_ref().and_then(|shape| shape.field(path).cloned());
@@ -446,7 +438,7 @@ fn types(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mist
             );
             let hint =
                 "`key_type` holds for every entry of `match`: each must lead to values of this type in the source";
-            found.push(Mistake::new(at.pair(pair), message).on_key().hint(hint));
+            found.push(Mistake::new(places::pair_at(rule, pair), message).on_key().hint(hint));
             continue;
         }
         let message = format!(
@@ -466,7 +458,7 @@ fn types(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<Mist
         } else {
             "store both with one type, or match on another field"
         };
-        found.push(Mistake::new(at.pair(pair), message).on_key().hint(hint));
+        found.push(Mistake::new(places::pair_at(rule, pair), message).on_key().hint(hint));
     }
     found
 }

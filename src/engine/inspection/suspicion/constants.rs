@@ -8,8 +8,6 @@ use denormd_rules::{
     plan::Rule,
 };
 
-use super::places::Places;
-
 /// Operators whose texts are names and units, not values.
 const NAMES: &[&str] = &["$literal", "$getField", "$setField", "$unsetField", "$meta"];
 /// The named arguments that are values.
@@ -17,10 +15,10 @@ const ARGUMENTS: &[&str] =
     &["input", "in", "if", "then", "else", "case", "default", "value", "initialValue", "date", "output", "branches"];
 
 /// The constants of a rule that equal a field of its source.
-pub fn suspicions(rule: &Rule, source: &Shape, at: &Places<'_>) -> Vec<Mistake> {
+pub fn suspicions(rule: &Rule, source: &Shape) -> Vec<Mistake> {
     let is_field = |text: &str| source.fields.iter().any(|field| field.path.query() == text);
     let mut found = Vec::new();
-    for (place, value, _) in at.values() {
+    for (place, value, _) in rule.values_at() {
         let mut constants = Vec::new();
         texts(&place, value, &mut constants);
         for (place, text) in constants.into_iter().filter(|(_, text)| !text.starts_with('$') && is_field(text)) {

@@ -1,14 +1,17 @@
 //! Texts that look like those of other languages, where a field's name inside a text stands for its value:
 //! `$first $last`.
 
-use denormd_rules::config::{ConfigPath, Mistake};
+use denormd_rules::{
+    config::{ConfigPath, Mistake},
+    plan::Rule,
+};
 
-use super::{constants, places::Places};
+use super::constants;
 
 /// The texts of a rule that hold the name of a field, with the expression that was probably meant.
-pub fn suspicions(at: &Places<'_>) -> Vec<Mistake> {
+pub fn suspicions(rule: &Rule) -> Vec<Mistake> {
     let mut texts: Vec<(ConfigPath, &str)> = Vec::new();
-    for (place, value, _) in at.values() {
+    for (place, value, _) in rule.values_at() {
         constants::texts(&place, value, &mut texts);
     }
     let suspicion = |(place, text): (ConfigPath, &str)| {
