@@ -7,13 +7,14 @@
 use bson::{
     Binary, Bson, DateTime, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, rawdoc, spec::BinarySubtype,
 };
-use denormd_model::clock;
+use denormd_model::{clock, distribution::number};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::unreadable;
 use denormd_mongo::{
     Reads, Server, bounded,
+    command::decoded,
     error::{Error, Result},
 };
 
@@ -203,12 +204,7 @@ impl Kept<'_> {
             ],
         };
         let rows = self.server.read(self.database, command, Reads::default()).await?;
-        let bytes = rows.first().and_then(|row| row.get("bytes").ok().flatten());
-        Ok(match bytes.map(RawBson::from) {
-            Some(RawBson::Int32(bytes)) => u64::try_from(bytes).unwrap_or_default(),
-            Some(RawBson::Int64(bytes)) => u64::try_from(bytes).unwrap_or_default(),
-            _ => 0,
-        })
+        Ok(decoded(&rows)?.first().and_then(|row| row.get("bytes")).map_or(0, number))
     }
 
     /// Number of these places of a rule that have a kept value.

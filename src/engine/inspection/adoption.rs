@@ -13,6 +13,7 @@ use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 use serde::Serialize;
 use tokio::time::Instant;
 
+use crate::jobs::check::Differing;
 use crate::reconcile::{
     Context,
     compare::{Compared, Difference, compare_at_once, projection},
@@ -639,15 +640,6 @@ fn loses_value(field: &Difference) -> bool {
 }
 
 fn example(kind: ChangeKind, field: &Difference) -> Result<Change> {
-    let value = |field: &Option<RawBson>| match field {
-        None | Some(RawBson::Undefined) => Ok(None),
-        Some(value) => Bson::try_from(value.as_raw_bson_ref()).map(Some),
-    };
-    Ok(Change {
-        kind,
-        target: field.target.clone(),
-        path: field.path.clone(),
-        stored: value(&field.stored)?,
-        expected: value(&field.expected)?,
-    })
+    let (expected, stored) = Differing::of(field, true)?.values.unwrap_or_default();
+    Ok(Change { kind, target: field.target.clone(), path: field.path.clone(), stored, expected })
 }

@@ -5,8 +5,10 @@ use futures_util::TryStreamExt;
 
 use super::suspicion::place_of;
 use crate::reconcile::{Context, create::id_expression, read};
+use denormd_model::distribution::number;
 use denormd_mongo::{
     Reads, Server,
+    command::decoded,
     error::{Error, Result},
 };
 use denormd_rules::{
@@ -38,10 +40,7 @@ pub(super) async fn inserts(context: &Context, rule: &Rule) -> Result<Option<u64
     let mut command = read::command(&source.collection, stages);
     command.insert("maxTimeMS", READ);
     match context.server.read(&source.database, command, Reads::default()).await {
-        Ok(rows) => {
-            let count = |row: &bson::RawDocumentBuf| row.get_i32("n").ok().and_then(|n| u64::try_from(n).ok());
-            Ok(Some(rows.first().and_then(count).unwrap_or_default()))
-        }
+        Ok(rows) => Ok(Some(decoded(&rows)?.first().and_then(|row| row.get("n")).map_or(0, number))),
         Err(error) if error.is_read_timeout() || error.is_refusal() => Ok(None),
         Err(error) => Err(error),
     }

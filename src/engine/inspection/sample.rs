@@ -23,12 +23,12 @@ use crate::{
     },
 };
 use denormd_model::{
-    distribution::number,
+    distribution::{self, How, number},
     field_path::{Segment, value_at},
     key::{Key, id_of, whole_number},
 };
 use denormd_mongo::{Reads, command::decoded, error::Result};
-use denormd_rules::plan::{Rule, Side, Values, reference::Role};
+use denormd_rules::plan::{Rule, Side, reference::Role};
 
 /// The most bytes that a document may have.
 pub(super) const LARGEST: u64 = 16 << 20;
@@ -254,7 +254,7 @@ impl Drawn {
                 distribution.mean = mean;
             }
         }
-        if gathers(rule) {
+        if rule.gathers() {
             match sources.counts(context, rule, some_targets, Role::Source).await? {
                 Some(counts) => sample.fan_in = distribution(counts),
                 None => sample.not_estimated.push("fan-in"),
@@ -323,15 +323,10 @@ impl Drawn {
     }
 }
 
-/// True if a value is made of several sources.
-fn gathers(rule: &Rule) -> bool {
-    !matches!(rule.values, Values::Set { .. } | Values::Into { .. })
-}
-
 /// True if the source's side has the references: then many of them name one target. An airport has no reference to its
 /// flights.
 pub(super) fn source_holds(rule: &Rule) -> bool {
-    rule.reference.keyed_by_target_id() || (gathers(rule) && !rule.reference.keyed_by_source_id())
+    rule.reference.keyed_by_target_id() || (rule.gathers() && !rule.reference.keyed_by_source_id())
 }
 
 /// The keys that the sampled references name most often. If all flights leave from 3 of 1,458 airports, a sample of
@@ -646,14 +641,9 @@ async fn counts(context: &Context, rule: &Rule, sample: &[Vec<Key>], other: Role
     Ok(out)
 }
 
-fn distribution(mut counts: Vec<u64>) -> Option<Distribution> {
-    counts.sort_unstable();
-    let worst = *counts.last()?;
-    // The smallest count that this percentage of the counts does not exceed.
-    let at = |percent: usize| counts.get((counts.len() * percent).div_ceil(100).saturating_sub(1)).copied();
-    #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
-    let mean = counts.iter().sum::<u64>() as f64 / counts.len() as f64;
-    Some(Distribution { median: at(50)?, p99: at(99)?, worst, mean })
+fn distribution(counts: Vec<u64>) -> Option<Distribution> {
+    let all = distribution::Distribution::of_list(counts, How::Exact)?;
+    Some(Distribution { median: all.median, p99: all.p99, worst: all.max, mean: all.mean() })
 }
 
 /// Number of sampled targets that the collection's validator would refuse after the rule's changes.

@@ -364,10 +364,8 @@ fn fields(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
                 .map(|shape| shape.fields.iter().map(|field| field.path.to_string()).collect())
                 .unwrap_or_default();
             let message = format!("no document of {documents} sampled in `{}` has the field `{path}`", side.namespace);
-            let hint = match nearest(&path.to_string(), &known) {
-                Some(near) => format!("did you mean `{near}`?"),
-                None => "check the name; if the field will be added later, ignore this".to_owned(),
-            };
+            let otherwise = "check the name; if the field will be added later, ignore this";
+            let hint = meant(nearest(&path.to_string(), &known).as_ref(), otherwise);
             found.push(Mistake { message, ..place.clone() }.hint(hint));
         }
     }

@@ -25,6 +25,7 @@ use denormd_model::{
 };
 use denormd_mongo::{
     Reads,
+    command::decoded,
     error::{Error, Kind, Result},
 };
 use denormd_rules::plan::{Keyed, Rule, Values, expression::OfTarget, reference::Role};
@@ -473,8 +474,7 @@ async fn by_ids<'a>(
         parts.extend([back, front]);
         return Ok(None);
     }
-    let targets = rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
-    let mut targets = targets.collect::<Result<Vec<_>>>()?;
+    let mut targets = decoded(&rows)?;
     if rule.creates.is_some() {
         targets.extend(created::stand_ins(&targets, ids));
     }

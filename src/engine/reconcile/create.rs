@@ -21,7 +21,7 @@
 
 use std::{collections::HashSet, time::Duration};
 
-use bson::{Bson, Document, RawDocumentBuf, doc};
+use bson::{Bson, Document, doc};
 
 use crate::{
     reconcile::{
@@ -31,7 +31,7 @@ use crate::{
         read::{self, one_of, simple_collation},
         scan,
         statement::created::nothing_else,
-        value::{Desired, Rows},
+        value::{Desired, Rows, key_of},
     },
     request::Request,
     route::value_request,
@@ -39,7 +39,7 @@ use crate::{
 use denormd_model::{key::Key, namespace::Namespace, position::ClusterTime};
 use denormd_mongo::{
     Reads,
-    command::limited,
+    command::{decoded, limited},
     error::{Error, Kind, Result},
 };
 use denormd_rules::plan::{
@@ -104,14 +104,6 @@ pub fn unusable(reference: &Reference) -> Error {
     Error::new(Kind::Refused, format!("a value of {} {what}: it makes no `_id`", paths.join(", ")))
 }
 
-/// The key of a row `{ k: [values] }` of a read.
-fn key_of_row(row: &RawDocumentBuf) -> Result<Key> {
-    let values = row.get_array("k").map_err(|_| Error::internal("a row without a key"))?;
-    let values: Result<Vec<Bson>> =
-        values.into_iter().map(|value| Bson::try_from(value.map_err(Error::from)?).map_err(Error::from)).collect();
-    Ok(Key::new(values?))
-}
-
 /// Finds the keys of dates: rows `{ k: [values] }` in the order of `keys`.
 #[must_use]
 pub fn buckets_of(rule: &Rule, keys: &[&Key]) -> Document {
@@ -160,7 +152,7 @@ impl Context {
             let command = limited(buckets_of(rule, keys), self.limits.read_timeout);
             let rows = self.server.read(&rule.source.namespace.database, command, Reads::default()).await?;
             for row in &rows {
-                found.push(key_of_row(row)?);
+                found.push(key_of(row)?);
             }
         }
         Ok(found)
@@ -229,9 +221,7 @@ impl Context {
             };
             let command = limited(command, self.limits.read_timeout);
             let rows = self.server.read(&rule.target.namespace.database, command, Reads { after: time }).await?;
-            let known: Vec<Document> =
-                rows.iter().map(|row| Document::try_from(row.as_ref())).collect::<std::result::Result<_, _>>()?;
-            absent.extend(stand_ins(&known, ids));
+            absent.extend(stand_ins(&decoded(&rows)?, ids));
         }
         Ok(absent)
     }
@@ -260,7 +250,7 @@ impl Context {
             }
             let command = limited(read::keys_with_sources(other, &left), limit);
             let rows = self.server.read(&other.source.namespace.database, command, Reads { after }).await?;
-            let found: HashSet<Key> = rows.iter().map(key_of_row).collect::<Result<_>>()?;
+            let found: HashSet<Key> = rows.iter().map(|row| key_of(row)).collect::<Result<_>>()?;
             // Documents created from a source that is gone stay until it is there again, or somebody has agreed.
             let all = self.is_lost(&other.source.namespace).await?;
             held.extend(left.into_iter().filter(|key| all || found.contains(*key)).cloned());

@@ -8,7 +8,11 @@ use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::reconcile::{context::Context, read::simple_collation};
 use denormd_model::{namespace::Namespace, position::ClusterTime};
-use denormd_mongo::{Reads, command::limited, error::Result};
+use denormd_mongo::{
+    Reads,
+    command::{decoded, limited},
+    error::Result,
+};
 use denormd_rules::plan::{Rule, Side, reference::Role};
 
 /// A page ends early with this many bytes.
@@ -302,7 +306,7 @@ impl Scan<'_> {
         let database = &self.namespace.database;
         let command = limited(command, self.time_limit);
         let rows = self.context.server.read(database, command, Reads { after: self.time }).await?;
-        rows.iter().map(|row| Ok(Document::try_from(row.as_ref())?)).collect()
+        decoded(&rows)
     }
 }
 

@@ -366,7 +366,8 @@ fn otherwise(rule: &Rule, without: Option<WithoutSource<'_>>) -> Result<Option<D
     }
 }
 
-fn key_of(row: &RawDocument) -> Result<Key> {
+/// The key of a row `{ k: [values] }` of a read.
+pub(super) fn key_of(row: &RawDocument) -> Result<Key> {
     let values = row.get_array("k").map_err(|_| Error::internal("a row without a key"))?;
     let values: Result<Vec<Bson>> =
         values.into_iter().map(|value| Bson::try_from(value.map_err(Error::from)?).map_err(Error::from)).collect();
