@@ -229,9 +229,10 @@ impl Pipeline {
             self.record();
             self.dispatch();
             self.waiting.store(self.backlog(), Ordering::Relaxed);
-            let room = self.schedule.has_room();
+            let room = self.schedule.queue().has_room();
             // While all batches run, due keys wait for a free one: a timer in the past would make the loop spin.
-            let due = self.schedule.next_due().filter(|_| self.batches.running.len() < self.context.limits.batches);
+            let due =
+                self.schedule.queue().next_due().filter(|_| self.batches.running.len() < self.context.limits.batches);
             tokio::select! {
                 Some(delivery) = inbox.deliveries.recv(), if room => self.take(delivery),
                 Some(page) = inbox.pages.recv(), if room => self.take_page(page),

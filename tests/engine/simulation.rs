@@ -405,6 +405,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
             }));
         }
         let due = schedule
+            .queue()
             .next_due()
             .filter(|_| running.len() < 3)
             .unwrap_or_else(|| Instant::now() + Duration::from_secs(1));
@@ -419,7 +420,7 @@ async fn lead(wire: &Wire, held: &Held<Wire>) -> bool {
             Some(Ok(outcome)) = running.join_next() => {
                 schedule.finish(outcome.lane, outcome.number, &outcome.follow_ups, outcome.keys, Instant::now());
             }
-            events = deliver(wire, next), if schedule.has_room() => {
+            events = deliver(wire, next), if schedule.queue().has_room() => {
                 let batch = schedule.begin(0);
                 let mut routed = Routed::default();
                 for event in &events {

@@ -69,8 +69,8 @@ impl Pipeline {
         let busy = self.batches.running.len() >= self.context.limits.batches;
         match self.batches.running.is_empty() {
             false if self.batches.whole.values().any(|start| start.elapsed() >= LONG) => usize::MAX,
-            false if self.jobs.has_fan_outs() => self.schedule.depth(),
-            false if busy => self.schedule.all_late(),
+            false if self.jobs.has_fan_outs() => self.schedule.queue().depth(),
+            false if busy => self.schedule.queue().all_late(),
             _ => 0,
         }
     }
@@ -80,7 +80,7 @@ impl Pipeline {
         let limits = &self.context.limits;
         let (keys, all) = (limits.batch_keys, limits.batches);
         let silent = self.streams.iter().map(|stream| stream.delivered.elapsed());
-        let batches = pace::batches(all, self.schedule.has_room(), self.schedule.has_more(), silent);
+        let batches = pace::batches(all, self.schedule.queue().has_room(), self.schedule.has_more(), silent);
         while self.batches.running.len() <= all {
             let limits = BatchLimits { keys, batches, all_running: self.batches.running.len() >= batches };
             let now = Instant::now();

@@ -70,7 +70,7 @@ impl Pipeline {
     /// Commit time of the oldest change that is not applied, including those that fan-out jobs carry.
     fn oldest(&self, rule: RuleId) -> Option<i64> {
         let fan_outs_running = self.jobs.fan_outs_of(rule).filter_map(|fan_out| fan_out.committed);
-        self.schedule.oldest(rule).into_iter().chain(fan_outs_running).min()
+        self.schedule.queue().oldest(rule).into_iter().chain(fan_outs_running).min()
     }
 
     /// Publishes all figures at once: a command waits for a state to be reported.
@@ -95,8 +95,8 @@ impl Pipeline {
             let before = facts(snapshot);
             (snapshot.at, snapshot.ended) = (now, false);
             snapshot.streams = streams;
-            snapshot.depth = self.schedule.depth();
-            snapshot.full = !self.schedule.has_room();
+            snapshot.depth = self.schedule.queue().depth();
+            snapshot.full = !self.schedule.queue().has_room();
             snapshot.rewound = self.streams.is_rewound();
             if due || snapshot.fan_outs.is_empty() == self.jobs.has_fan_outs() {
                 snapshot.fan_outs = self.jobs.count_fan_outs();
@@ -115,10 +115,11 @@ impl Pipeline {
     /// The figures of each rule.
     fn publish_rules(&self, snapshot: &mut Snapshot) {
         let rules = || (0..snapshot.rules.len()).map(RuleId);
-        (snapshot.oldest, snapshot.late) = rules().map(|rule| (self.oldest(rule), self.schedule.late(rule))).unzip();
+        (snapshot.oldest, snapshot.late) =
+            rules().map(|rule| (self.oldest(rule), self.schedule.queue().late(rule))).unzip();
         snapshot.capacity = self.context.limits.pending;
-        snapshot.keys = self.schedule.keys();
-        snapshot.running = self.schedule.running().map(|rule| rule.0).collect();
+        snapshot.keys = self.schedule.queue().keys();
+        snapshot.running = self.schedule.queue().running().map(|rule| rule.0).collect();
         snapshot.degraded = self.rules.degraded().map(|rule| rule.0).collect();
     }
 }

@@ -316,51 +316,10 @@ impl Schedule {
         self.streams.iter().any(|stream| stream.more)
     }
 
-    /// True if the streams may deliver more.
+    /// The requests that wait or run, to be read.
     #[must_use]
-    pub fn has_room(&self) -> bool {
-        self.queue.has_room()
-    }
-
-    /// Time at which the next paused key is due.
-    #[must_use]
-    pub fn next_due(&self) -> Option<Instant> {
-        self.queue.next_due()
-    }
-
-    /// Requests that wait or run, counting named targets.
-    #[must_use]
-    pub fn depth(&self) -> usize {
-        self.queue.depth()
-    }
-
-    /// The rules with a running batch.
-    pub fn running(&self) -> impl Iterator<Item = RuleId> {
-        self.queue.running()
-    }
-
-    /// Keys that wait or run.
-    #[must_use]
-    pub fn keys(&self) -> usize {
-        self.queue.keys()
-    }
-
-    /// Keys of `rule` that wait or run because of a change.
-    #[must_use]
-    pub fn late(&self, rule: RuleId) -> usize {
-        self.queue.late(rule)
-    }
-
-    /// Keys of any rule that wait or run because of a change.
-    #[must_use]
-    pub fn all_late(&self) -> usize {
-        self.queue.all_late()
-    }
-
-    /// Commit time of the oldest change that a key of `rule` waits or runs for, in milliseconds since 1970.
-    #[must_use]
-    pub fn oldest(&self, rule: RuleId) -> Option<i64> {
-        self.queue.oldest(rule)
+    pub fn queue(&self) -> &WorkQueue {
+        &self.queue
     }
 }
 
@@ -527,7 +486,7 @@ mod tests {
                 Request { rule: RuleId(0), task: Task::Guard, key: Key::one(Bson::Int32(key)), scope: Scope::All };
             bench.schedule.enqueue(request, origin);
         }
-        assert!(!bench.schedule.has_room());
+        assert!(!bench.schedule.queue().has_room());
         assert_eq!(verdicts(&mut bench), HashSet::from([Verdict::Unconfirmed]));
     }
 
