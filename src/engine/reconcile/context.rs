@@ -10,7 +10,10 @@ use std::{
 };
 
 use bson::Document;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -169,7 +172,7 @@ impl Context {
     /// The values of a key without sources, if only a server can compute them.
     async fn no_input(&self, rule: &Rule, limit: Duration) -> Result<Option<NoInput>> {
         let Some(command) = read::no_input(rule) else { return Ok(None) };
-        if let Some(known) = self.memory.traits.no_input(rule.id) {
+        if let Some(known) = self.memory.traits.of(rule.id, |traits| traits.no_input.clone()).flatten() {
             return Ok(Some(known));
         }
         let read = async {
@@ -184,7 +187,7 @@ impl Context {
             Err(error) if error.is_refusal() => Err(error.message),
             Err(error) => return Err(error),
         };
-        self.memory.traits.saw_no_input(rule.id, values.clone());
+        self.memory.traits.learn(rule.id, |traits| traits.no_input = Some(values.clone()));
         Ok(Some(values))
     }
 
@@ -251,7 +254,7 @@ impl Context {
             if right {
                 return Ok(());
             }
-            self.memory.traits.saw_shortcut_fail(rule.id);
+            self.memory.traits.learn(rule.id, |traits| traits.shortcut_failed = Some(Instant::now()));
             rows.clear();
         }
         let command = load.sources.map_or_else(|| read::sources(rule, keys), |sources| sources(keys));

@@ -241,10 +241,9 @@ impl Run<'_> {
             let row = rows.first().map(|row| Document::try_from(row.as_ref())).transpose().ok()?.unwrap_or_default();
             let others = row.get_i32("others").map_or(0.0, f64::from);
             shape.size = Some(Size { bytes: row.get_f64("bytes").unwrap_or_default(), others });
-            let learn = |known: &mut Shape, since: &mut Option<Instant>| {
-                (known.size, *since) = (shape.size, Some(Instant::now()));
-            };
-            self.context.memory.traits.learn_shape(self.rule.id, learn);
+            let measured = Some(Instant::now());
+            let traits = &self.context.memory.traits;
+            traits.learn(self.rule.id, |traits| (traits.shape.size, traits.measured) = (shape.size, measured));
         }
         Some(shape)
     }

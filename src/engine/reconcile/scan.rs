@@ -89,9 +89,11 @@ pub async fn page_of_side(
         return page_of_collection(context, &rule.source.namespace, wanted, after, time, &mut None).await;
     }
     let traits = &context.memory.traits;
-    let mut window = traits.window(rule.id);
+    let mut window = traits.of(rule.id, |traits| traits.window).flatten();
     let page = page_of_collection(context, &rule.target.namespace, wanted, after, time, &mut window).await;
-    traits.learn_window(rule.id, window);
+    if window.is_some() {
+        traits.learn(rule.id, |traits| traits.window = window);
+    }
     page
 }
 

@@ -96,7 +96,7 @@ impl Shares {
             }
         }
         if !long.is_empty() || items.len() >= group::CROWD {
-            run.context.memory.traits.saw_crowd(run.rule.id, !long.is_empty());
+            run.context.memory.traits.learn(run.rule.id, |traits| traits.is_crowded = !long.is_empty());
         }
         Ok([out, long])
     }

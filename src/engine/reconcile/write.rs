@@ -58,7 +58,7 @@ impl Run<'_> {
         matched += found;
         let whole = |item: &Item| item.work.scope == Scope::All && item.work.restarted.is_none();
         if self.task == Task::Value && owners >= items.len() && items.iter().all(whole) {
-            self.context.memory.traits.learn_shape(self.rule.id, |shape, _| shape.learn(items.len(), matched));
+            self.context.memory.traits.learn(self.rule.id, |traits| traits.shape.learn(items.len(), matched));
         }
         // Keys that share a refused statement are written one by one.
         let shared: Vec<usize> =

@@ -21,30 +21,33 @@ const LONG_WAY: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub struct Traits(Mutex<HashMap<RuleId, OfRule>>);
 
+/// The traits of one rule's data.
 #[derive(Debug, Default)]
-struct OfRule {
+pub(in crate::reconcile) struct OfRule {
     /// The shape of the targets.
-    shape: Shape,
+    pub shape: Shape,
     /// The time at which their size was measured.
-    measured: Option<Instant>,
+    pub measured: Option<Instant>,
     /// Bytes for each key in the last read of each task.
     costs: HashMap<Task, usize>,
     /// The last time at which a shortcut returned a row that may be wrong.
-    shortcut_failed: Option<Instant>,
+    pub shortcut_failed: Option<Instant>,
     /// Number of documents of the target collection that one page covers, if a full page took too long to read.
-    window: Option<i64>,
-    /// The values of a key without sources, if only a server can compute them.
-    no_input: Option<NoInput>,
+    pub window: Option<i64>,
+    /// The values of a key without sources, if only a server can compute them. They depend on the rule alone.
+    pub no_input: Option<NoInput>,
     /// True if keys were written to the same few targets.
-    is_crowded: bool,
+    pub is_crowded: bool,
 }
 
 impl Traits {
-    fn of<T>(&self, rule: RuleId, get: impl FnOnce(&OfRule) -> T) -> Option<T> {
+    /// Gets what is known of a rule; None if nothing is.
+    pub(in crate::reconcile) fn of<T>(&self, rule: RuleId, get: impl FnOnce(&OfRule) -> T) -> Option<T> {
         self.0.lock().get(&rule).map(get)
     }
 
-    fn learn(&self, rule: RuleId, change: impl FnOnce(&mut OfRule)) {
+    /// Changes what is known of a rule.
+    pub(in crate::reconcile) fn learn(&self, rule: RuleId, change: impl FnOnce(&mut OfRule)) {
         change(self.0.lock().entry(rule).or_default());
     }
 
@@ -54,14 +57,6 @@ impl Traits {
         let shape =
             self.of(rule, |traits| Shape { size: traits.shape.size.filter(|_| is_new(traits)), ..traits.shape });
         shape.unwrap_or_default()
-    }
-
-    pub(in crate::reconcile) fn learn_shape(
-        &self,
-        rule: RuleId,
-        change: impl FnOnce(&mut Shape, &mut Option<Instant>),
-    ) {
-        self.learn(rule, |traits| change(&mut traits.shape, &mut traits.measured));
     }
 
     /// Number of keys whose sources one read is likely to fit into this number of bytes: at least one.
@@ -77,40 +72,12 @@ impl Traits {
         });
     }
 
-    pub(in crate::reconcile) fn window(&self, rule: RuleId) -> Option<i64> {
-        self.of(rule, |traits| traits.window).flatten()
-    }
-
-    pub(in crate::reconcile) fn learn_window(&self, rule: RuleId, window: Option<i64>) {
-        if window.is_some() {
-            self.learn(rule, |traits| traits.window = window);
-        }
-    }
-
     pub(in crate::reconcile) fn shortcut_fails(&self, rule: RuleId) -> bool {
         self.of(rule, |traits| traits.shortcut_failed).flatten().is_some_and(|since| since.elapsed() < LONG_WAY)
-    }
-
-    pub(in crate::reconcile) fn saw_shortcut_fail(&self, rule: RuleId) {
-        self.learn(rule, |traits| traits.shortcut_failed = Some(Instant::now()));
-    }
-
-    /// The values of a key without sources, if they were computed.
-    pub(in crate::reconcile) fn no_input(&self, rule: RuleId) -> Option<NoInput> {
-        self.of(rule, |traits| traits.no_input.clone()).flatten()
-    }
-
-    /// Remembers the values of a key without sources: they depend on the rule alone.
-    pub(in crate::reconcile) fn saw_no_input(&self, rule: RuleId, values: NoInput) {
-        self.learn(rule, |traits| traits.no_input = Some(values));
     }
 
     /// True if the keys of a rule were last written to the same few targets: parallel batches would conflict.
     pub fn is_crowded(&self, rule: RuleId) -> bool {
         self.of(rule, |traits| traits.is_crowded).unwrap_or(false)
-    }
-
-    pub(in crate::reconcile) fn saw_crowd(&self, rule: RuleId, is_crowded: bool) {
-        self.learn(rule, |traits| traits.is_crowded = is_crowded);
     }
 }
