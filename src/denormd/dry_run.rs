@@ -111,8 +111,8 @@ fn apply(plan: &Plan, rule: &Rule, collections: &Collections, target: Document) 
             rows.take(&RawDocumentBuf::try_from(row).map_err(Error::from)?)?;
         }
     }
-    rows.set_no_input(no_input(rule, collections)?);
-    rows.set_held(create::held_by_others(plan, rule, collections, &wanted)?);
+    rows.no_input = no_input(rule, collections)?;
+    rows.held = create::held_by_others(plan, rule, collections, &wanted)?;
     let target = if target.contains_key(ABSENT) { create::inserted(&target) } else { target };
     let compared = compare::one(rule, &rows, &target, references, &|_| true)?;
     if let Some(place) = compared.in_the_way(rule, &target) {

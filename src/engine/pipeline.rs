@@ -16,8 +16,6 @@ use tokio::{
     time::Instant,
 };
 
-use tokio_util::sync::CancellationToken;
-
 use crate::{
     checkpoint::store::Store,
     dead_letter::{DeadLetters, Written},
@@ -66,14 +64,13 @@ const WRITTEN: usize = 2;
 pub struct Handle {
     /// The dependencies that its work uses.
     pub context: Arc<Context>,
-    stop: CancellationToken,
     task: tokio::task::JoinHandle<()>,
 }
 
 impl Handle {
     /// Stops the pipeline: takes no new work, finishes the work in flight, and saves the checkpoints.
     pub async fn stop(self) {
-        self.stop.cancel();
+        self.context.stopping.cancel();
         if self.task.await.is_err() {
             tracing::error!("the pipeline panicked");
         }
@@ -82,7 +79,7 @@ impl Handle {
     /// Ends like a crash: nothing is finished, nothing is saved.
     pub fn abort(self) {
         self.task.abort();
-        self.stop.cancel();
+        self.context.stopping.cancel();
     }
 
     /// True if the pipeline has ended by itself, which should never happen.
@@ -167,9 +164,8 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     }
     context.metrics.rules(context.plan.rules.iter().map(|rule| rule.name.as_str()));
     pipeline.publish();
-    let stop = context.stopping.clone();
     let task = tokio::spawn(pipeline.run(retried));
-    Ok(Handle { context, stop, task })
+    Ok(Handle { context, task })
 }
 
 struct Pipeline {
@@ -246,7 +242,7 @@ impl Pipeline {
                     tracing::error!(%error, "a pipeline task panicked; stopping");
                     stop.cancel();
                 }
-                () = sleep_until(due), if due.is_some() => {}
+                () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {}
                 _ = tick.tick() => {}
                 () = stop.cancelled() => {}
             }
@@ -357,11 +353,5 @@ impl Pipeline {
         if self.streams.is_rewound() {
             self.context.stopping.cancel();
         }
-    }
-}
-
-async fn sleep_until(due: Option<Instant>) {
-    if let Some(due) = due {
-        tokio::time::sleep_until(due).await;
     }
 }

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::atomic::Ordering,
     time::Duration,
 };
 
@@ -152,7 +151,6 @@ impl Pipeline {
                 }
                 End::Later(delay) => Next::Again { delay },
                 End::Failed(error) => {
-                    self.context.counts.retries.fetch_add(1, Ordering::Relaxed);
                     let delay = reconcile::batch::backoff(work.attempts);
                     let (keys, attempts) = failed.entry(error.message).or_default();
                     (*keys, *attempts) = (*keys + 1, work.attempts.max(*attempts));

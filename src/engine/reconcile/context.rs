@@ -138,20 +138,13 @@ impl Context {
     #[must_use]
     pub fn under(&self, fence: Arc<Fence>) -> Self {
         Self {
-            published: Published::new(&self.plan),
             server: self.server.under(fence),
-            plan: self.plan.clone(),
-            limits: self.limits.clone(),
             undo: self.undo.clone(),
-            dead_letters: self.dead_letters.clone(),
             fan_outs: self.fan_outs.clone(),
-            memory: Memory::default(),
             large: self.large.clone(),
             lacking: self.lacking.clone(),
-            counts: Counts::default(),
-            metrics: self.metrics.clone(),
             partition: self.partition,
-            stopping: CancellationToken::new(),
+            ..self.whole()
         }
     }
 
@@ -162,10 +155,9 @@ impl Context {
     pub(super) async fn rows(&self, rule: &Rule, keys: &[&Key], after: ClusterTime, load: Load<'_>) -> Result<Rows> {
         let mut rows =
             if keys.is_empty() { Rows::within(0) } else { self.rows_of_keys(rule, keys, after, load).await? };
-        rows.set_no_input(self.no_input(rule, load.limit).await?);
+        rows.no_input = self.no_input(rule, load.limit).await?;
         let emptied = keys.iter().copied().filter(|key| rule.creates.is_some() && !rows.answer(key));
-        let held = self.held_by_others(rule, &emptied.collect::<Vec<_>>(), after, load.limit).await?;
-        rows.set_held(held);
+        rows.held = self.held_by_others(rule, &emptied.collect::<Vec<_>>(), after, load.limit).await?;
         Ok(rows)
     }
 
@@ -299,8 +291,6 @@ pub struct Counts {
     pub jobs: AtomicU64,
     /// Keys and targets that became dead letters.
     pub dead_letters: AtomicU64,
-    /// Runs that failed and were retried.
-    pub retries: AtomicU64,
     /// Targets whose owned fields were changed by another writer.
     pub drift: AtomicU64,
 }

@@ -100,9 +100,10 @@ pub struct Rows {
     by_key: HashMap<Key, (usize, RawDocumentBuf)>,
     bytes: usize,
     share: Share,
-    no_input: Option<NoInput>,
+    /// The row of [`super::read::no_input`].
+    pub no_input: Option<NoInput>,
     /// Keys without sources whose documents another rule keeps.
-    held: HashSet<Key>,
+    pub held: HashSet<Key>,
 }
 
 /// The values of a key without sources, as the server computes them, or its reason to refuse that.
@@ -154,16 +155,6 @@ impl Rows {
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
-    }
-
-    /// Takes the row of [`super::read::no_input`].
-    pub fn set_no_input(&mut self, no_input: Option<NoInput>) {
-        self.no_input = no_input;
-    }
-
-    /// Takes the keys whose documents another rule keeps.
-    pub fn set_held(&mut self, held: HashSet<Key>) {
-        self.held = held;
     }
 
     /// Takes the next row of the read.

@@ -57,11 +57,7 @@ impl KeptValues {
 
     /// True if the first backfill of a rule keeps values, and has not passed this target before.
     pub fn is_before(&self, rule: RuleId, target: &Bson) -> bool {
-        let mut is_new = false;
-        self.learn(rule, |kept| {
-            is_new = !kept.keeping.passed.first().is_some_and(|passed| is_behind(target, passed));
-        });
-        is_new
+        self.of(rule).is_some_and(|kept| !kept.keeping.passed.first().is_some_and(|passed| is_behind(target, passed)))
     }
 
     /// Records that the first backfill of a rule has passed this target.
