@@ -88,7 +88,7 @@ impl RuleCheck<'_> {
         let scope =
             Scope { sample: self.options.sample, resume: self.options.resume, values: self.options.show_values };
         let mut check = Check::new(self.context, self.store, self.rule, scope).await?;
-        let all = scan::count(self.context, self.rule).await;
+        let all = scan::count(self.context, self.rule, None, false).await;
         let total = self.options.sample.map_or(all, |size| Some(all.map_or(size, |all| size.min(all))));
         let mut bar = Progress::new(&self.rule.name);
         bar.set(check.tally.compared, total);

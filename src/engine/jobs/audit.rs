@@ -114,7 +114,7 @@ impl Audit<'_> {
         let round = match current {
             Some(round) => round,
             None => {
-                let total = scan::count(self.context, self.rule).await;
+                let total = scan::count(self.context, self.rule, None, false).await;
                 self.pace.expects(self.rule.id, total);
                 current.insert(Round::begin(total))
             }

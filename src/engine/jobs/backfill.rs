@@ -9,7 +9,7 @@
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, Document};
 use tokio::{sync::mpsc, time::Instant};
 use tokio_util::sync::CancellationToken;
 
@@ -24,7 +24,7 @@ use crate::{
 };
 use denormd_model::{failpoint, key::Key, position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::{code, error::Result};
-use denormd_rules::plan::{Rule, RuleId, Side, reference::Role};
+use denormd_rules::plan::{Rule, RuleId, reference::Role};
 
 mod levels;
 mod pace;
@@ -164,7 +164,7 @@ impl RuleBackfill<'_> {
         let time = server.operation_time().await?;
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
         let published = &self.context.published;
-        let expected = self.expected(request).await;
+        let expected = scan::count(self.context, self.rule, after.as_ref(), request.in_sources).await;
         published.update(|snapshot| {
             snapshot.backfills.insert(self.rule.name.clone(), BackfillProgress::started(expected));
             false
@@ -210,7 +210,7 @@ impl RuleBackfill<'_> {
         }
         if self.rule.creates.is_some() {
             // Those that it has created as well.
-            targets = self.count(&self.rule.target, None).await.unwrap_or(targets);
+            targets = scan::count_side(self.context, &self.rule.target, None).await.unwrap_or(targets);
         }
         let done = self.finish(request, (targets, expected)).await?;
         if done && is_whole {
@@ -260,28 +260,6 @@ impl RuleBackfill<'_> {
     async fn is_asked_again(&self, request: &BackfillRequest) -> bool {
         let known = self.store.standing(&self.context.server).await.unwrap_or_default();
         known.iter().any(|(name, state)| *name == self.rule.name && state.generation > request.generation)
-    }
-
-    /// The approximate number of documents to read, for progress reports only: targets, and the sources of a rule that
-    /// creates its targets.
-    async fn expected(&self, request: &BackfillRequest) -> Option<u64> {
-        let (rule, after) = (self.rule, request.after.as_ref());
-        if request.in_sources {
-            return self.count(&rule.source, after).await;
-        }
-        let targets = self.count(&rule.target, after).await?;
-        let sources = if rule.creates.is_some() { self.count(&rule.source, None).await? } else { 0 };
-        Some(targets + sources)
-    }
-
-    /// The number of documents on one side of the rule; None if counting takes too long. When a backfill resumes, `$gt`
-    /// counts only ids of the same BSON type.
-    async fn count(&self, side: &Side, after: Option<&Bson>) -> Option<u64> {
-        let mut filter = side.filter.clone().unwrap_or_default();
-        if let Some(after) = after {
-            filter = doc! {"$and": [{"_id": {"$gt": after.clone()}}, filter]};
-        }
-        self.context.server.count(&side.namespace, filter).await.ok()
     }
 
     /// Reads a page of targets, or of sources, and the requests that it leads to.

@@ -169,7 +169,8 @@ impl Context {
         let filter = rule.source.filter.clone().unwrap_or_default();
         let projection = rule.reference.projection(Role::Source);
         let wanted = scan::Wanted { filter: &filter, projection: &projection, limit };
-        let page = scan::page_of_side(self, rule, Role::Source, wanted, after, time).await?;
+        // The known density of targets says nothing about the sources.
+        let page = scan::page_of_collection(self, &rule.source.namespace, wanted, after, time, &mut None).await?;
         let sources = self.documents_of(rule, &page.targets, time).await?;
         Ok(Sources { last: page.last, ..sources })
     }

@@ -13,7 +13,7 @@ use denormd_mongo::{
     command::{decoded, limited},
     error::Result,
 };
-use denormd_rules::plan::{Rule, Side, reference::Role};
+use denormd_rules::plan::{Rule, Side};
 
 /// A page ends early with this many bytes.
 const BYTES: usize = 8 << 20;
@@ -63,7 +63,8 @@ pub struct Wanted<'a> {
     pub limit: usize,
 }
 
-/// The same for documents of the target collection that match another filter.
+/// The same for documents of the target collection that match another filter. A page takes a fraction of the read
+/// timeout, however few documents match: it covers as many documents as can be scanned in that time.
 pub async fn page_of(
     context: &Context,
     rule: &Rule,
@@ -71,23 +72,6 @@ pub async fn page_of(
     after: Option<&Bson>,
     time: ClusterTime,
 ) -> Result<Page> {
-    page_of_side(context, rule, Role::Target, wanted, after, time).await
-}
-
-/// The same for documents of either collection. A page takes a fraction of the read
-/// timeout, however few documents match: it covers as many documents as can be scanned in that time.
-pub async fn page_of_side(
-    context: &Context,
-    rule: &Rule,
-    role: Role,
-    wanted: Wanted<'_>,
-    after: Option<&Bson>,
-    time: ClusterTime,
-) -> Result<Page> {
-    // The known density of targets says nothing about the sources.
-    if role == Role::Source {
-        return page_of_collection(context, &rule.source.namespace, wanted, after, time, &mut None).await;
-    }
     let traits = &context.memory.traits;
     let mut window = traits.of(rule.id, |traits| traits.window).flatten();
     let page = page_of_collection(context, &rule.target.namespace, wanted, after, time, &mut window).await;
@@ -332,16 +316,24 @@ fn size(document: &Document) -> usize {
     RawDocumentBuf::try_from(document).map_or(0, |raw| raw.as_bytes().len())
 }
 
-/// Approximate number of targets, and of the sources of a rule that creates its targets. For progress only; None when
-/// counting takes too long.
-pub async fn count(context: &Context, rule: &Rule) -> Option<u64> {
-    let targets = count_side(context, &rule.target).await?;
-    let sources = if rule.creates.is_some() { count_side(context, &rule.source).await? } else { 0 };
+/// Approximate number of targets that follow `after`, and of the sources of a rule that creates its targets; with
+/// `in_sources`, of the sources that follow it. For progress only; None when counting takes too long.
+pub async fn count(context: &Context, rule: &Rule, after: Option<&Bson>, in_sources: bool) -> Option<u64> {
+    if in_sources {
+        return count_side(context, &rule.source, after).await;
+    }
+    let targets = count_side(context, &rule.target, after).await?;
+    let sources = if rule.creates.is_some() { count_side(context, &rule.source, None).await? } else { 0 };
     Some(targets + sources)
 }
 
-async fn count_side(context: &Context, side: &Side) -> Option<u64> {
-    context.server.count(&side.namespace, side.filter.clone().unwrap_or_default()).await.ok()
+/// The same for one side of a rule. `$gt` counts only ids of the same BSON type.
+pub async fn count_side(context: &Context, side: &Side, after: Option<&Bson>) -> Option<u64> {
+    let mut filter = side.filter.clone().unwrap_or_default();
+    if let Some(after) = after {
+        filter = doc! {"$and": [{"_id": {"$gt": after.clone()}}, filter]};
+    }
+    context.server.count(&side.namespace, filter).await.ok()
 }
 
 #[cfg(test)]
