@@ -235,12 +235,8 @@ impl DeadLetters {
     /// The chosen dead letters, newest first; at most `limit`, where 0 means no limit.
     pub async fn find(&self, server: &Server, chosen: &Chosen, limit: i64) -> Result<Vec<Entry>> {
         let dead_letters = server.collection(&self.database, COLLECTION);
-        let mut cursor = dead_letters.find(self.filter(chosen)).sort(doc! {"last": -1}).limit(limit).await?;
-        let mut out = Vec::new();
-        while let Some(dead_letter) = cursor.try_next().await? {
-            out.push(DeadLetter::read(dead_letter));
-        }
-        Ok(out)
+        let found = dead_letters.find(self.filter(chosen)).sort(doc! {"last": -1}).limit(limit).await?;
+        Ok(found.map_ok(DeadLetter::read).try_collect().await?)
     }
 
     /// Number of chosen dead letters.

@@ -17,5 +17,5 @@ pub use classify::unless;
 pub use command::{Batches, Pages, Reads, Server, Written};
 pub use connection::Connection;
 pub use fence::{End, Fence};
-pub use primary::bounded;
+pub use primary::{all, bounded};
 pub use reach::silent;

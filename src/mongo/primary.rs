@@ -5,8 +5,9 @@
 use std::{sync::Arc, time::Duration};
 
 use bson::{Document, doc};
+use futures_util::TryStreamExt;
 use mongodb::{
-    Client, ServerType,
+    Client, Cursor, ServerType,
     options::{SelectionCriteria, ServerAddress},
 };
 use parking_lot::Mutex;
@@ -37,6 +38,11 @@ pub fn bounded<T>(operation: impl IntoFuture<Output = mongodb::error::Result<T>>
             Err(_) => Err(Error::new(Kind::Connection, "no answer in time")),
         }
     }
+}
+
+/// All documents that a read of the daemon's own state finds, within the same limit.
+pub async fn all(found: impl IntoFuture<Output = mongodb::error::Result<Cursor<Document>>>) -> Result<Vec<Document>> {
+    bounded(async { found.await?.try_collect().await }).await
 }
 
 /// True if a router of a sharded cluster (mongos) sent this reply to `hello`.

@@ -4,10 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bson::{Document, doc};
-use futures_util::TryStreamExt;
 
 use denormd_model::{partition::of_deployment, rule_state::BlockReason};
-use denormd_mongo::{Server, bounded, error::Result};
+use denormd_mongo::{Server, all, error::Result};
 use denormd_rules::plan::{Plan, RuleId};
 
 use super::rule_record::{RULES, RuleRecord, is_in_config, read};
@@ -40,11 +39,6 @@ async fn records(
     which: Document,
 ) -> Result<Vec<(String, RuleRecord)>> {
     let filter = doc! {"$and": [of_deployment("_id.deployment", deployment), which]};
-    let mut cursor = bounded(server.collection(database, RULES).find(filter)).await?;
-    let mut records = Vec::new();
-    while let Some(document) = bounded(cursor.try_next()).await? {
-        let (id, record) = read(&document)?;
-        records.push((id.rule, record));
-    }
-    Ok(records)
+    let found = all(server.collection(database, RULES).find(filter)).await?;
+    found.iter().map(|document| read(document).map(|(id, record)| (id.rule, record))).collect()
 }

@@ -21,7 +21,7 @@ use denormd_model::{
     rule_state::{BlockReason, RuleState},
 };
 use denormd_mongo::{
-    Server, bounded, code,
+    Server, all, bounded, code,
     error::{Error, Kind, Result},
     unless,
 };
@@ -241,12 +241,9 @@ impl Store {
 
     async fn of_partitions(&self, server: &Server, projection: Document) -> Result<Vec<(rule_record::Id, RuleRecord)>> {
         let mine = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
-        let mut cursor = server.collection(&self.database, RULES).find(mine).projection(projection).await?;
-        let mut records = Vec::new();
-        while let Some(document) = cursor.try_next().await? {
-            records.push(rule_record::read(&document)?);
-        }
-        Ok(records)
+        let rules = server.collection(&self.database, RULES);
+        let found: Vec<Document> = rules.find(mine).projection(projection).await?.try_collect().await?;
+        found.iter().map(rule_record::read).collect()
     }
 
     async fn found(&self, server: &Server, projection: Document) -> Result<Vec<(String, RuleRecord)>> {
@@ -266,15 +263,9 @@ impl Store {
 
     /// The records of a rule by the id of the partition, for each partition that has registered it.
     pub async fn of_each_partition(&self, server: &Server, rule: &str) -> Result<Vec<(String, RuleRecord)>> {
-        let mut records = Vec::new();
         let rules = server.collection(&self.database, RULES);
-        let found: Vec<Document> =
-            bounded(async { rules.find(self.of_rule(rule)).sort(doc! {"_id": 1}).await?.try_collect().await }).await?;
-        for document in found {
-            let (id, record) = rule_record::read(&document)?;
-            records.push((id.deployment, record));
-        }
-        Ok(records)
+        let found = all(rules.find(self.of_rule(rule)).sort(doc! {"_id": 1})).await?;
+        found.iter().map(|document| rule_record::read(document).map(|(id, record)| (id.deployment, record))).collect()
     }
 
     /// Records the definition and state of a rule, regardless of the previous state. Returns the stored state and the

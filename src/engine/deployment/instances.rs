@@ -12,7 +12,6 @@ use std::{cmp::Ordering, time::Duration};
 
 use bson::{DateTime, Document, doc, oid::ObjectId};
 use denormd_model::clock;
-use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
@@ -21,7 +20,7 @@ use crate::{
     checkpoint::read,
     events::{host, instance_name},
 };
-use denormd_mongo::{Connection, Server, bounded, error::Result};
+use denormd_mongo::{Connection, Server, all, bounded, error::Result};
 use denormd_rules::plan::Plan;
 
 /// The collection of instances in the state database: one document each.
@@ -91,8 +90,7 @@ pub struct Instance {
 pub async fn instances(server: &Server, database: &str, deployment: &str, ttl: Duration) -> Result<Vec<Instance>> {
     let there = doc! {"_id.deployment": deployment, "$expr": alive(ttl)};
     let instances = server.collection(database, COLLECTION);
-    let found = instances.find(there).sort(doc! {"started": 1, "_id": 1});
-    let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
+    let found = all(instances.find(there).sort(doc! {"started": 1, "_id": 1})).await?;
     found.iter().map(|instance| read(COLLECTION, instance).map(|stored: Stored| stored.into())).collect()
 }
 
@@ -296,9 +294,8 @@ impl Place {
             "leads": {"$exists": true}, "$expr": alive(self.ttl),
         };
         let instances = self.collection(COLLECTION);
-        let mut cursor = bounded(instances.find(others)).await?;
         let mut leads = Vec::new();
-        while let Some(other) = bounded(cursor.try_next()).await? {
+        for other in all(instances.find(others)).await? {
             let other: Stored = read(COLLECTION, &other)?;
             leads.extend(other.leads);
         }
@@ -321,8 +318,8 @@ impl Place {
             doc! {"$match": {"$expr": {"$gt": [{"$first": "$known.first"}, {"$ifNull": [{"$first": "$mine.first"}, "$$NOW"]}]}}},
             doc! {"$count": "newer"},
         ];
-        let mut cursor = bounded(self.collection(COLLECTION).aggregate(pipeline)).await?;
-        let newer = bounded(cursor.try_next()).await?.and_then(|found| found.get_i32("newer").ok());
+        let found = all(self.collection(COLLECTION).aggregate(pipeline)).await?;
+        let newer = found.first().and_then(|found| found.get_i32("newer").ok());
         Ok(newer.and_then(|count| usize::try_from(count).ok()).unwrap_or_default())
     }
 }

@@ -15,7 +15,6 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
-use futures_util::TryStreamExt;
 use mongodb::{
     Collection,
     options::{FindOneAndUpdateOptions, ReturnDocument},
@@ -34,7 +33,7 @@ use crate::{
 };
 use denormd_model::{clock::millis, failpoint, partition::of_deployment};
 use denormd_mongo::{
-    Connection, End, Fence, Server, bounded, code,
+    Connection, End, Fence, Server, all, code,
     error::{Error, Result},
     unless,
 };
@@ -346,8 +345,7 @@ pub async fn is_held(server: &Server, database: &str, ids: &[String]) -> Result<
 pub async fn held(server: &Server, database: &str, ids: &[String]) -> Result<Vec<String>> {
     let filter = doc! {"_id": {"$in": ids.to_vec()}};
     let leases = server.collection(database, COLLECTION);
-    let found = leases.find(filter).projection(doc! {"free": is_free()});
-    let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
+    let found = all(leases.find(filter).projection(doc! {"free": is_free()})).await?;
     let leases = found.iter().map(|lease| read(COLLECTION, lease)).collect::<Result<Vec<Taken>>>()?;
     Ok(leases.into_iter().filter(|lease| !lease.free).map(|lease| lease.id).collect())
 }
@@ -394,8 +392,7 @@ pub struct Holder {
 pub async fn holders(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Holder>> {
     let fields = doc! {"free": is_free(), "host": 1, "process": 1, "term": 1, "taken": 1, "until": 1};
     let leases = server.collection(database, COLLECTION);
-    let found = leases.find(of_deployment("_id", deployment)).projection(fields);
-    let found: Vec<Document> = bounded(async { found.await?.try_collect().await }).await?;
+    let found = all(leases.find(of_deployment("_id", deployment)).projection(fields)).await?;
     let mut holders = BTreeMap::new();
     for lease in &found {
         let Taken { id, free } = read(COLLECTION, lease)?;
