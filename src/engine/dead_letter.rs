@@ -48,30 +48,6 @@ pub enum Nodes<'a> {
     Ancestors(&'a [Key]),
 }
 
-impl<'a> Nodes<'a> {
-    fn keys(self) -> &'a [Key] {
-        match self {
-            Self::Circle(keys) | Self::Ancestors(keys) => keys,
-        }
-    }
-
-    /// The field that holds them.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Circle(_) => "circle",
-            Self::Ancestors(_) => "ancestors",
-        }
-    }
-
-    /// The field that would hold the other kind.
-    fn other(self) -> &'static str {
-        match self {
-            Self::Circle(_) => "ancestors",
-            Self::Ancestors(_) => "circle",
-        }
-    }
-}
-
 /// The dead letters of one deployment.
 #[derive(Debug, Clone)]
 pub struct DeadLetters {
@@ -99,8 +75,12 @@ impl DeadLetters {
         let mut set = doc! {"code": error.code, "reason": &error.message, "path": &offending.path, "last": now};
         let mut unset = Document::new();
         if let Some(nodes) = offending.tree {
-            set.insert(nodes.name(), nodes.keys().iter().map(stored).collect::<Vec<_>>());
-            unset.insert(nodes.other(), "");
+            let (keys, name, other) = match nodes {
+                Nodes::Circle(keys) => (keys, "circle", "ancestors"),
+                Nodes::Ancestors(keys) => (keys, "ancestors", "circle"),
+            };
+            set.insert(name, keys.iter().map(stored).collect::<Vec<_>>());
+            unset.insert(other, "");
         } else {
             unset.insert("asked", "");
         }
