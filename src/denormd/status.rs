@@ -271,10 +271,7 @@ impl Board {
         let place = context.partition.place();
         let before = state.left.remove(&place).or_else(|| Some(state.attached.get(&place)?.published.borrow().clone()));
         if let Some(before) = before {
-            context.published.update(|snapshot| {
-                snapshot.inherit(&before);
-                false
-            });
+            context.published.note(|snapshot| snapshot.inherit(&before));
         }
         state.told = Leadership::Leader { term: context.server.term() };
         state.currency = Currency::default();

@@ -339,13 +339,20 @@ impl Published {
         self.0.send_if_modified(change);
     }
 
+    /// Changes the snapshot without a notification.
+    pub fn note(&self, change: impl FnOnce(&mut Snapshot)) {
+        self.update(|snapshot| {
+            change(snapshot);
+            false
+        });
+    }
+
     /// Changes the progress of a rule's backfill, if one has started.
     pub fn backfill(&self, rule: &str, change: impl FnOnce(&mut BackfillProgress)) {
-        self.update(|snapshot| {
+        self.note(|snapshot| {
             if let Some(progress) = snapshot.backfills.get_mut(rule) {
                 change(progress);
             }
-            false
         });
     }
 

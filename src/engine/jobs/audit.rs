@@ -18,7 +18,6 @@ use crate::{
     },
     request::Page as Requested,
     route::reference_requests,
-    snapshot::AuditProgress,
 };
 use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::error::Result;
@@ -136,10 +135,7 @@ impl Audit<'_> {
             }
         }
         let since = round.begun;
-        self.context.published.update(|snapshot| {
-            snapshot.clear_drift(&self.rule.name, since);
-            false
-        });
+        self.context.published.note(|snapshot| snapshot.clear_drift(&self.rule.name, since));
         *current = None;
         Ok(())
     }
@@ -184,25 +180,15 @@ impl Audit<'_> {
     fn publish(&self, round: &Round) {
         let seconds = round.begun.elapsed().as_secs_f64();
         let now = self.context.metrics.now();
-        self.context.published.update(|snapshot| {
+        self.context.published.note(|snapshot| {
             let audit = snapshot.audits.entry(self.rule.name.clone()).or_default();
-            let (mut last_ended, mut last_seconds, mut last_unknown) =
-                (audit.last_ended, audit.last_seconds, audit.last_unknown);
             if round.ended {
-                (last_ended, last_seconds, last_unknown) = (Some(now), Some(seconds), round.unknown);
+                (audit.last_ended, audit.last_seconds, audit.last_unknown) = (Some(now), Some(seconds), round.unknown);
             }
-            let round_seconds = expected_seconds(round.compared, round.total, seconds)
-                .or(last_seconds)
+            (audit.compared, audit.total) = (round.compared, round.total);
+            audit.round_seconds = expected_seconds(round.compared, round.total, seconds)
+                .or(audit.last_seconds)
                 .or_else(|| self.pace.expected_seconds(round.total));
-            *audit = AuditProgress {
-                compared: round.compared,
-                total: round.total,
-                round_seconds,
-                last_ended,
-                last_seconds,
-                last_unknown,
-            };
-            false
         });
     }
 

@@ -165,9 +165,8 @@ impl RuleBackfill<'_> {
         tracing::info!(rule = %self.rule.name, resumed = after.is_some(), "backfill started");
         let published = &self.context.published;
         let expected = scan::count(self.context, self.rule, after.as_ref(), request.in_sources).await;
-        published.update(|snapshot| {
+        published.note(|snapshot| {
             snapshot.backfills.insert(self.rule.name.clone(), BackfillProgress::started(expected));
-            false
         });
         let mut done = 0_u64;
         let mut pace = Pace::new(self.context, &self.rule.name);
@@ -214,10 +213,7 @@ impl RuleBackfill<'_> {
         }
         let done = self.finish(request, (targets, expected)).await?;
         if done && is_whole {
-            published.update(|snapshot| {
-                snapshot.clear_drift(&self.rule.name, started);
-                false
-            });
+            published.note(|snapshot| snapshot.clear_drift(&self.rule.name, started));
         }
         Ok(done)
     }

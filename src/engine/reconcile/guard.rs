@@ -130,9 +130,8 @@ pub fn drifted(context: &Context, rule: &Rule, targets: &[Mismatch]) {
         paths.extend(mismatch.paths.iter().map(String::as_str));
     }
     if !repaired {
-        context.published.update(|snapshot| {
+        context.published.note(|snapshot| {
             snapshot.unrepaired.insert(rule.name.clone(), Instant::now());
-            false
         });
     }
     let paths: Vec<&str> = paths.into_iter().collect();

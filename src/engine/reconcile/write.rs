@@ -175,10 +175,7 @@ impl Run<'_> {
         span.record("matched", written.matched).record("modified", written.modified);
         failpoint::here("written");
         writing.done(written.matched, written.modified);
-        published.update(|snapshot| {
-            snapshot.last_write = Some(Instant::now());
-            false
-        });
+        published.note(|snapshot| snapshot.last_write = Some(Instant::now()));
         counts.matched.fetch_add(written.matched, Ordering::Relaxed);
         let changed = if deletes { written.matched } else { written.modified };
         counts.modified.fetch_add(changed, Ordering::Relaxed);
