@@ -6,7 +6,7 @@ use bson::{DateTime, Document, doc};
 use denormd_engine::{
     checkpoint::{
         adoption::{Decision, Decisions},
-        requests::{Answer, RequestedWork},
+        requests::RequestedWork,
         rule_record::Agreement,
         store::Store,
     },
@@ -362,10 +362,11 @@ async fn a_request_that_one_partition_refuses_keeps_none_waiting() {
     let asked = whole.request(&server, "r", &RequestedWork::Undo).await.unwrap();
     let stores: Vec<Store> = Partition::all(3).map(|partition| whole.clone().of(&[partition])).collect();
     let open = async |nth: usize| stores[nth].requests(&server).await.unwrap();
-    assert_eq!(whole.answer(&server, asked).await.unwrap(), Answer::Waiting);
+    assert!(!whole.is_done(&server, asked).await.unwrap());
     stores[1].refuse_request(&server, open(1).await[0].id, "it is running").await.unwrap();
     for nth in 0..3 {
         assert_eq!(open(nth).await, [], "partition {nth}");
     }
-    assert_eq!(whole.answer(&server, asked).await.unwrap(), Answer::Refused("it is running".to_owned()));
+    let error = whole.is_done(&server, asked).await.unwrap_err();
+    assert_eq!(error.message, "the leader refuses this: it is running");
 }

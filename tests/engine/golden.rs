@@ -16,7 +16,7 @@ use denormd_engine::{
         format,
         kept::{self, Element, Fingerprint, Keeping, Kept, Place},
         progress::{CheckProgress, Tally},
-        requests::{Answer, RequestedWork, Retired},
+        requests::{RequestedWork, Retired},
         rule_record::{Agreement, RuleRecord},
         store::{Store, claim_term, highest_term},
     },
@@ -624,8 +624,8 @@ async fn positions_and_work(version: &str) {
     );
     assert!(asked.iter().all(|asked| asked.work == RequestedWork::Undo));
     let refused = golden(version, "requests").iter().find(|request| request.contains_key("refused")).cloned().unwrap();
-    let answer = store.answer(&server, refused.get_object_id("together").unwrap()).await.unwrap();
-    assert_eq!(answer, Answer::Refused("a rule owns it".to_owned()));
+    let error = store.is_done(&server, refused.get_object_id("together").unwrap()).await.unwrap_err();
+    assert_eq!(error.message, "the leader refuses this: a rule owns it");
 
     let repaired = u64::from(version != "1");
     let tally = Tally { compared: 500, differing: 4, repaired, undecided: 3, refused: 2, resumed: false };
@@ -797,7 +797,7 @@ async fn state_that_cannot_be_read_is_an_error() {
         test.database().collection::<Document>("requests").find_one(doc! {"refused": {"$exists": true}}).await;
     let together = refused.unwrap().unwrap().get_object_id("together").unwrap();
     set("requests", "refused", 7.into()).await;
-    let error = store.answer(&server, together).await.unwrap_err();
+    let error = store.is_done(&server, together).await.unwrap_err();
     assert!(error.message.contains("`requests` cannot be read"), "{}", error.message);
 
     set("leases", "until", DateTime::from_millis(DateTime::now().timestamp_millis() + 3_600_000).into()).await;

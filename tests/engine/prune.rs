@@ -4,10 +4,7 @@ use std::time::Duration;
 
 use bson::{Document, doc};
 use denormd_engine::{
-    checkpoint::{
-        requests::{Answer, RequestedWork},
-        store::Store,
-    },
+    checkpoint::{requests::RequestedWork, store::Store},
     deployment::repartitioning::divide,
 };
 use denormd_fixture::{ReplicaSet, TestDb};
@@ -159,10 +156,11 @@ async fn a_request_is_refused_when_its_command_is_gone() {
     collection.update_one(doc! {"together": gone}, two_minutes_ago).await.unwrap();
     collection.update_one(doc! {"together": earlier}, doc! {"$unset": {"heard": 1}}).await.unwrap();
     assert_eq!(store.requests(&server).await.unwrap().len(), 2);
-    let answer = store.answer(&server, gone).await.unwrap();
-    assert_eq!(answer, Answer::Refused("the command that requested it has ended, or was interrupted".to_owned()));
+    let refused = store.is_done(&server, gone).await.unwrap_err();
+    let reason = "the command that requested it has ended, or was interrupted";
+    assert_eq!(refused.message, format!("the leader refuses this: {reason}"));
     for open in [waits, earlier] {
-        assert_eq!(store.answer(&server, open).await.unwrap(), Answer::Waiting);
+        assert!(!store.is_done(&server, open).await.unwrap());
     }
     store.withdraw(&server, waits).await.unwrap();
     let an_hour_ago = vec![doc! {"$set": {"asked": {"$subtract": ["$$NOW", 3_600_000]}}}];
@@ -200,8 +198,8 @@ async fn a_request_that_two_partitions_refuse_is_refused() {
     let refused = doc! {"$set": {"refused": "no"}};
     collection.update_one(doc! {"_id": requests[0].id}, refused).await.unwrap();
     store.refuse_request(&server, requests[1].id, "neither").await.unwrap();
-    let answer = store.answer(&server, asked).await.unwrap();
-    assert!(matches!(answer, Answer::Refused(_)), "{answer:?}");
+    let error = store.is_done(&server, asked).await.unwrap_err();
+    assert!(error.message.starts_with("the leader refuses this: "), "{}", error.message);
 }
 
 /// The rule left the config while no daemon was running. Its record stayed, and a later `prune --all` removed what the

@@ -170,17 +170,6 @@ pub enum RequestOutcome {
     Stopped,
 }
 
-/// The state of a request.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Answer {
-    /// Not done yet.
-    Waiting,
-    /// Done: every target is written, already correct, or recorded as a dead letter.
-    Done,
-    /// Refused by the leader, with the reason.
-    Refused(String),
-}
-
 /// An expression: true for a request whose command has given no sign of life for too long.
 fn is_abandoned() -> Document {
     let heard = doc! {"$ifNull": ["$heard", {"$add": ["$asked", WITHOUT_HEARTBEAT]}]};
@@ -291,32 +280,26 @@ impl Store {
     /// Waits until a request is done. Returns an error if the request is refused.
     pub async fn until_done(&self, server: &Server, asked: ObjectId) -> Result<()> {
         let mut heard = Instant::now();
-        loop {
+        while !self.is_done(server, asked).await? {
             if heard.elapsed() >= HEARTBEAT {
                 self.still_waits(server, asked).await?;
                 heard = Instant::now();
             }
-            match self.answer(server, asked).await? {
-                Answer::Done => return Ok(()),
-                Answer::Waiting => tokio::time::sleep(POLL_INTERVAL).await,
-                Answer::Refused(why) => {
-                    return Err(Error::new(Kind::State, format!("the leader refuses this: {why}")));
-                }
-            }
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
+        Ok(())
     }
 
-    /// The state of a request over all partitions. Deletes it once one of them has refused it.
-    pub async fn answer(&self, server: &Server, asked: ObjectId) -> Result<Answer> {
+    /// True if a request is done in all partitions: every target is written, already correct, or recorded as a dead
+    /// letter. Once one of them has refused it, deletes it and returns an error with the reason.
+    pub async fn is_done(&self, server: &Server, asked: ObjectId) -> Result<bool> {
         let requests = server.collection(self.database(), REQUESTS);
         let together = doc! {"together": asked};
         let open: Vec<Document> = requests.find(together.clone()).await?.try_collect().await?;
         let open = open.iter().map(|request| super::read(REQUESTS, request)).collect::<Result<Vec<Stored>>>()?;
         let is_done = open.is_empty();
-        let Some(why) = open.into_iter().find_map(|request| request.refused) else {
-            return Ok(if is_done { Answer::Done } else { Answer::Waiting });
-        };
+        let Some(why) = open.into_iter().find_map(|request| request.refused) else { return Ok(is_done) };
         requests.delete_many(together).await?;
-        Ok(Answer::Refused(why))
+        Err(Error::new(Kind::State, format!("the leader refuses this: {why}")))
     }
 }
