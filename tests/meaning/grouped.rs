@@ -171,8 +171,9 @@ impl Bench {
 
     /// Runs one statement; returns true if the server accepted it.
     async fn run(&self, collection: &str, statement: Statement) -> bool {
-        let Statement::Update(statement) = statement else { panic!("not an update: {statement:?}") };
-        let statement = Document::try_from(statement.as_ref()).unwrap();
+        let Statement { deletes, raw } = statement;
+        assert!(!deletes, "{raw:?}");
+        let statement = Document::try_from(raw.as_ref()).unwrap();
         let reply = self.database.run_command(doc! {"update": collection, "updates": [statement]}).await.unwrap();
         !reply.contains_key("writeErrors")
     }

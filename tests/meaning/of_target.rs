@@ -4,8 +4,7 @@
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc, oid::ObjectId};
 use denormd_engine::reconcile::{
     by_target::{self, Referrer},
-    read,
-    statement::{self, Statement},
+    read, statement,
     value::Desired,
 };
 use denormd_fixture::ReplicaSet;
@@ -489,8 +488,8 @@ async fn writes_after(db: &Database, rule: &str, target: &Document, change: &Doc
     } else {
         statement::of_target(&rule, &id, &guard, &Desired::Fields(fields)).unwrap().remove(0)
     };
-    let Statement::Update(statement) = statement else { panic!("not an update") };
-    let statement = Document::try_from(statement.as_ref()).unwrap();
+    assert!(!statement.deletes);
+    let statement = Document::try_from(statement.raw.as_ref()).unwrap();
     let update = doc! {"update": &rule.target.namespace.collection, "updates": [statement]};
     let reply = db.run_command(update).await.unwrap();
     assert!(!reply.contains_key("writeErrors"), "{change}: {reply}");

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, bson, doc};
-use denormd_engine::reconcile::{by_difference, compare::Difference, read, statement::Statement};
+use denormd_engine::reconcile::{by_difference, compare::Difference, read};
 use denormd_fixture::ReplicaSet;
 use denormd_model::key::Key;
 use denormd_rules::{
@@ -210,8 +210,8 @@ async fn written_after(db: &Database, rule: &str, target: &Document, change: Doc
         stored: None,
     };
     for statement in by_difference::statements(&rule, &id, (&row, &guard), &[difference]).unwrap() {
-        let Statement::Update(statement) = statement else { panic!("not an update") };
-        let statement = Document::try_from(statement.as_ref()).unwrap();
+        assert!(!statement.deletes);
+        let statement = Document::try_from(statement.raw.as_ref()).unwrap();
         let reply = db.run_command(doc! {"update": "t", "updates": [statement]}).await.unwrap();
         assert!(!reply.contains_key("writeErrors"), "{reply}");
     }

@@ -13,7 +13,7 @@ use crate::{
     reconcile::{
         Context,
         scan::{self, Page, Wanted},
-        statement::{self, Statement},
+        statement,
     },
 };
 use denormd_model::{namespace::Namespace, position::ClusterTime, rule_state::BlockReason};
@@ -137,7 +137,7 @@ async fn take_away(
         if !store.is_awaited(&context.server, id).await? {
             return Ok(false);
         }
-        let Statement::Update(statement) = statement::unset(&retired.path, ids, &pages.filter)? else { continue };
+        let statement = statement::unset(&retired.path, ids, &pages.filter)?;
         let written = context.server.update(database, collection, &[statement], context.limits.write_timeout).await?;
         if let Some((_, error)) = written.refused.into_iter().next() {
             return Err(error);

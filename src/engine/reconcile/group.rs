@@ -295,7 +295,7 @@ fn pipeline(rule: &Rule, conditions: Vec<Document>, set: RawDocumentBuf) -> Resu
     let statement = rawdoc! {
         "q": raw(&query(rule, conditions))?, "u": [{"$set": set}], "multi": true, "collation": {"locale": "simple"},
     };
-    Ok(Statement::Update(statement))
+    Ok(Statement { deletes: false, raw: statement })
 }
 
 /// A value in a column, or none.

@@ -10,8 +10,7 @@ use crate::{
     reconcile::{
         batch::{End, Ended, Item, Run},
         context::Context,
-        shape,
-        statement::{self, Statement},
+        shape, statement,
         value::{Desired, Rows},
     },
     request::{Request, Scope, Task},
@@ -116,11 +115,7 @@ impl Run<'_> {
             let statements = statement::of_value(self.rule, key, &scope, desired)?;
             let mut error = None;
             for deletes in [false, true] {
-                let raw = statements.iter().filter_map(|statement| match statement {
-                    Statement::Update(raw) if !deletes => Some(raw.clone()),
-                    Statement::Delete(raw) if deletes => Some(raw.clone()),
-                    _ => None,
-                });
+                let raw = statements.iter().filter(|one| one.deletes == deletes).map(|one| one.raw.clone());
                 let sent = self.send(deletes, &raw.collect::<Vec<_>>(), self.context.limits.write_timeout).await;
                 error = error.or(match sent {
                     Ok(mut written) => written.refused.pop().map(|(_, error)| error),

@@ -29,11 +29,11 @@ pub(super) mod created;
 
 /// A statement for one of the two write commands.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Statement {
-    /// For `update`.
-    Update(RawDocumentBuf),
-    /// For `delete`.
-    Delete(RawDocumentBuf),
+pub struct Statement {
+    /// True if it is for `delete`, false if it is for `update`.
+    pub deletes: bool,
+    /// The statement as the command contains it.
+    pub raw: RawDocumentBuf,
 }
 
 /// Conditions that find the targets of a reference, and the elements within them.
@@ -57,8 +57,8 @@ pub fn of_rest(rule: &Rule, key: &Key, desired: &Desired, part: &Part) -> Result
     let conditions = unfinished(rule, desired).into_iter().chain(part.condition()).collect();
     let mut statements = those_of_value(rule, key, &Scope::All, desired, conditions)?;
     if *part != Part::default() {
-        for Statement::Update(raw) | Statement::Delete(raw) in &mut statements {
-            raw.append(cstr!("hint"), rawdoc! {"_id": 1});
+        for statement in &mut statements {
+            statement.raw.append(cstr!("hint"), rawdoc! {"_id": 1});
         }
     }
     Ok(statements)
@@ -144,9 +144,10 @@ fn those_of_value(
     matcher.conditions.extend(and);
     match desired {
         Desired::Keep => Ok(Vec::new()),
-        Desired::Delete => Ok(vec![Statement::Delete(
-            rawdoc! {"q": raw(&query(rule, matcher.conditions))?, "limit": 0, "collation": raw(&simple_collation())?},
-        )]),
+        Desired::Delete => Ok(vec![Statement {
+            deletes: true,
+            raw: rawdoc! {"q": raw(&query(rule, matcher.conditions))?, "limit": 0, "collation": raw(&simple_collation())?},
+        }]),
         Desired::Remove => Ok(vec![pull(rule, key, matcher)?]),
         Desired::Emptied { .. } => Err(Error::internal("only a document that a rule creates is emptied")),
         Desired::Fields(fields) => match &rule.values {
@@ -260,7 +261,7 @@ pub(super) fn unchanged(rule: &Rule, id: &Key, guard: &RawDocumentBuf) -> Result
 }
 
 /// The statement that removes `path` from those documents with these `_id`s that match `filter`.
-pub fn unset(path: &FieldPath, ids: Vec<Bson>, filter: &Document) -> Result<Statement> {
+pub fn unset(path: &FieldPath, ids: Vec<Bson>, filter: &Document) -> Result<RawDocumentBuf> {
     let mut clauses = vec![doc! {"_id": {"$in": ids}}, filter.clone()];
     let mut name = path.to_string();
     let mut filters = Vec::new();
@@ -273,7 +274,7 @@ pub fn unset(path: &FieldPath, ids: Vec<Bson>, filter: &Document) -> Result<Stat
     }
     let query = doc! {"$and": clauses};
     let statement = doc! {"q": query, "u": {"$unset": {name: ""}}, "multi": true, "arrayFilters": filters};
-    Ok(Statement::Update(raw(&statement)?))
+    raw(&statement)
 }
 
 fn named(scope: &Scope) -> Option<Document> {
@@ -571,7 +572,7 @@ fn filter_out(rule: &Rule, key: &Key, array: &str, matcher: Matcher) -> Result<S
     let statement = doc! {
         "q": query(rule, matcher.conditions), "u": [{"$set": {array: kept}}], "multi": true, "collation": simple_collation(),
     };
-    Ok(Statement::Update(raw(&statement)?))
+    Ok(Statement { deletes: false, raw: raw(&statement)? })
 }
 
 pub(super) fn update(
@@ -589,7 +590,7 @@ pub(super) fn update(
         }
         statement.append(cstr!("arrayFilters"), filters);
     }
-    Ok(Statement::Update(statement))
+    Ok(Statement { deletes: false, raw: statement })
 }
 
 pub(super) fn raw(doc: &Document) -> Result<RawDocumentBuf> {

@@ -118,17 +118,11 @@ impl Run<'_> {
     ) -> Result<(Vec<Shared>, u64)> {
         let mut refused = Vec::new();
         let mut matched = 0;
-        let (mut updates, mut deletes) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
-        for (owners, statement) in statements {
-            let (side, raw) = match statement {
-                Statement::Update(raw) => (&mut updates, raw),
-                Statement::Delete(raw) => (&mut deletes, raw),
-            };
-            side.0.push(owners);
-            side.1.push(raw);
-        }
+        let (deletes, updates): (Vec<_>, Vec<_>) = statements.into_iter().partition(|(_, one)| one.deletes);
         // A document that a rule created is deleted, or else given other values: in this order.
-        for (deletes, (mut owners, raw)) in [(true, deletes), (false, updates)] {
+        for (deletes, statements) in [(true, deletes), (false, updates)] {
+            let (mut owners, raw): (Vec<_>, Vec<_>) =
+                statements.into_iter().map(|(owners, one)| (owners, one.raw)).unzip();
             match self.send(deletes, &raw, timeout).await {
                 Ok(written) => {
                     matched += written.matched;
@@ -211,10 +205,7 @@ impl Run<'_> {
     }
 
     pub(super) async fn part(&self, key: &Key, desired: &Desired, part: &Part, timeout: Duration) -> Result<()> {
-        let updates = statement::of_rest(self.rule, key, desired, part)?.into_iter().filter_map(|one| match one {
-            Statement::Update(raw) => Some(raw),
-            Statement::Delete(_) => None,
-        });
+        let updates = statement::of_rest(self.rule, key, desired, part)?.into_iter().map(|one| one.raw);
         let mut written = self.send(false, &updates.collect::<Vec<_>>(), timeout).await?;
         written.refused.pop().map_or(Ok(()), |(_, error)| Err(error))
     }

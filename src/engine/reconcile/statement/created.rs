@@ -22,7 +22,7 @@ pub(super) fn statements(rule: &Rule, key: &Key, desired: &Desired) -> Result<Ve
     if let (Desired::Emptied { deletes: true, .. }, Some(creates)) = (desired, &rule.creates) {
         let query = doc! {"_id": {"$eq": id.clone()}, "$expr": nothing_else(creates)};
         let delete = rawdoc! {"q": raw(&query)?, "limit": 1, "collation": raw(&simple_collation())?};
-        statements.push(Statement::Delete(delete));
+        statements.push(Statement { deletes: true, raw: delete });
     }
     let mut update = rawdoc! {
         "q": raw(&doc! {"_id": {"$eq": id}})?, "u": operators(rule, "", fields)?, "collation": raw(&simple_collation())?,
@@ -30,7 +30,7 @@ pub(super) fn statements(rule: &Rule, key: &Key, desired: &Desired) -> Result<Ve
     if upsert {
         update.append(cstr!("upsert"), true);
     }
-    statements.push(Statement::Update(update));
+    statements.push(Statement { deletes: false, raw: update });
     Ok(statements)
 }
 
