@@ -36,8 +36,6 @@ use denormd_mongo::{
 
 /// Interval between checks for free partitions, or for too many of its own.
 const PARTITION_POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// Interval between checks of a running pipeline.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for which an instance that failed to start leading takes no partitions, so that another instance takes them.
 const UNFIT: Duration = Duration::from_secs(30);
 /// The same for a deployment that is not divided: the others look for a free lease more often than that.
@@ -402,7 +400,7 @@ async fn lead(
                 return Ok(Ended::Lost);
             }
             // The lease is left to expire, because writes in progress may still be applied until then.
-            () = finished(&handle) => if !handle.is_rewound() {
+            () = handle.ended() => if !handle.is_rewound() {
                 return Err(Error::internal("the pipeline has ended by itself"));
             },
             () = replaced(&held, partition, &mut orders) => {}
@@ -457,13 +455,6 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
             }
             result => return result,
         }
-    }
-}
-
-/// Waits until the pipeline has ended by itself.
-async fn finished(handle: &Handle) {
-    while !handle.is_finished() {
-        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 

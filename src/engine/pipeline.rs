@@ -82,10 +82,9 @@ impl Handle {
         self.context.stopping.cancel();
     }
 
-    /// True if the pipeline has ended by itself, which should never happen.
-    #[must_use]
-    pub fn is_finished(&self) -> bool {
-        self.task.is_finished()
+    /// Waits until the pipeline has ended by itself, which should never happen.
+    pub async fn ended(&self) {
+        self.context.published.subscribe().wait_for(|snapshot| snapshot.ended).await.ok();
     }
 
     /// True if the pipeline has ended because the cluster was restored to an earlier time: another one starts from there.
