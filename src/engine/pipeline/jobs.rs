@@ -19,8 +19,6 @@ use denormd_rules::plan::RuleId;
 #[derive(Debug)]
 pub(super) struct Jobs {
     pub backfills: Arc<Mailbox<RuleId, BackfillRequest>>,
-    /// The generation of the last backfill started for each rule.
-    started: BTreeMap<RuleId, i64>,
     pub fan_outs: Arc<Mailbox<Subject, FanOut>>,
     /// The newest request of each fan-out job that is not done.
     open: HashMap<Subject, FanOut>,
@@ -30,20 +28,7 @@ pub(super) struct Jobs {
 
 impl Jobs {
     pub fn new(written: mpsc::Sender<(RuleId, Written)>) -> Self {
-        Self {
-            backfills: Arc::default(),
-            started: BTreeMap::new(),
-            fan_outs: Arc::default(),
-            open: HashMap::new(),
-            written,
-        }
-    }
-
-    /// Starts a backfill, unless it was started before.
-    pub fn backfill(&mut self, request: BackfillRequest) {
-        if self.started.insert(request.rule, request.generation) != Some(request.generation) {
-            self.backfills.put(request.rule, request);
-        }
+        Self { backfills: Arc::default(), fan_outs: Arc::default(), open: HashMap::new(), written }
     }
 
     /// Starts a fan-out job, or another pass of it.

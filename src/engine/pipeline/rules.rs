@@ -218,7 +218,8 @@ impl Pipeline {
         if let RuleState::Backfilling { after, in_sources, agreed } = self.rules.state(rule).clone() {
             let generation = self.rules.generation(rule);
             self.context.counts.jobs.fetch_add(1, Ordering::Relaxed);
-            self.jobs.backfill(BackfillRequest { rule, generation, after, in_sources });
+            // Each call after the start has a newer generation.
+            self.jobs.backfills.put(rule, BackfillRequest { rule, generation, after, in_sources });
             removals_agreed = agreed;
         }
         self.context.memory.removals.agree(rule, removals_agreed);
