@@ -324,7 +324,7 @@ impl Pipeline {
     fn take_report(&mut self, report: Report) {
         match report {
             Report::Backfilled(request) => self.backfilled(&request),
-            Report::FannedOut(done) => self.jobs.fanned_out(&self.context, &done),
+            Report::FannedOut(done) => self.context.memory.fan_outs.end(&done),
             Report::Refused(rule, reason) => drop(self.change(rule, Change::Unavailable(reason), None)),
         }
     }

@@ -68,7 +68,7 @@ impl Pipeline {
         let busy = self.batches.running.len() >= self.context.limits.batches;
         match self.batches.running.is_empty() {
             false if self.batches.whole.values().any(|start| start.elapsed() >= LONG) => usize::MAX,
-            false if self.jobs.has_fan_outs() => self.schedule.queue().depth(),
+            false if self.context.memory.fan_outs.any() => self.schedule.queue().depth(),
             false if busy => self.schedule.queue().all_late(),
             _ => 0,
         }
@@ -90,7 +90,7 @@ impl Pipeline {
                 self.skip(batch);
                 continue;
             }
-            let elsewhere = self.jobs.has_fan_outs() || self.rules.state(batch.lane.0).is_backfilling();
+            let elsewhere = self.context.memory.fan_outs.any() || self.rules.state(batch.lane.0).is_backfilling();
             self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
             let detached = self.rules.state(batch.lane.0).is_blocked();
             let whole = |work: &Work| work.scope == Scope::All && work.read_limit.is_none();

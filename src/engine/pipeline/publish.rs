@@ -69,8 +69,8 @@ impl Pipeline {
 
     /// Commit time of the oldest change that is not applied, including those that fan-out jobs carry.
     fn oldest(&self, rule: RuleId) -> Option<i64> {
-        let fan_outs_running = self.jobs.fan_outs_of(rule).filter_map(|fan_out| fan_out.committed);
-        self.schedule.queue().oldest(rule).into_iter().chain(fan_outs_running).min()
+        let of_fan_outs = self.context.memory.fan_outs.oldest(rule);
+        self.schedule.queue().oldest(rule).into_iter().chain(of_fan_outs).min()
     }
 
     /// Publishes all figures at once: a command waits for a state to be reported.
@@ -98,8 +98,9 @@ impl Pipeline {
             snapshot.depth = self.schedule.queue().depth();
             snapshot.full = !self.schedule.queue().has_room();
             snapshot.rewound = self.streams.is_rewound();
-            if due || snapshot.fan_outs.is_empty() == self.jobs.has_fan_outs() {
-                snapshot.fan_outs = self.jobs.count_fan_outs();
+            let fan_outs = &self.context.memory.fan_outs;
+            if due || snapshot.fan_outs.is_empty() == fan_outs.any() {
+                snapshot.fan_outs = fan_outs.count();
             }
             let states = snapshot.states != published;
             if states {

@@ -267,7 +267,7 @@ impl Pipeline {
         }
         // A fan-out job writes targets that the backfill has left to it. From here on, all others hold denormd's values. A
         // rule that was stopped meanwhile is backfilled once more, and keeps values until then.
-        if *self.rules.state(request.rule) == RuleState::Live && self.jobs.fan_outs_of(request.rule).next().is_none() {
+        if *self.rules.state(request.rule) == RuleState::Live && !self.context.memory.fan_outs.has(request.rule) {
             self.context.memory.kept.end(request.rule);
         }
     }

@@ -1,16 +1,18 @@
 //! The fan-out jobs in progress.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use parking_lot::Mutex;
 
-use crate::checkpoint::fan_out::Subject;
+use crate::checkpoint::fan_out::{FanOut, Subject};
 use denormd_model::key::Key;
+use denormd_rules::plan::RuleId;
 
 /// The fan-out jobs in progress, and the targets of the page that each of them waits for.
 #[derive(Debug, Default)]
 pub struct RunningFanOuts {
-    running: Mutex<HashSet<Subject>>,
+    /// The newest request of each job that is not done.
+    open: Mutex<HashMap<Subject, FanOut>>,
     pages: Mutex<HashMap<Subject, HashSet<Key>>>,
 }
 
@@ -18,17 +20,47 @@ impl RunningFanOuts {
     /// True if the job is in progress.
     #[must_use]
     pub fn is_running(&self, subject: &Subject) -> bool {
-        self.running.lock().contains(subject)
+        self.open.lock().contains_key(subject)
     }
 
-    /// Records that a job is in progress.
-    pub fn begin(&self, subject: &Subject) {
-        self.running.lock().insert(subject.clone());
+    /// True if any job is in progress.
+    #[must_use]
+    pub fn any(&self) -> bool {
+        !self.open.lock().is_empty()
     }
 
-    /// Records that a job has ended.
-    pub fn end(&self, subject: &Subject) {
-        self.running.lock().remove(subject);
+    /// True if a job of the rule is in progress.
+    #[must_use]
+    pub fn has(&self, rule: RuleId) -> bool {
+        self.open.lock().keys().any(|subject| subject.rule == rule)
+    }
+
+    /// Number of jobs in progress of each rule that has any.
+    #[must_use]
+    pub fn count(&self) -> BTreeMap<usize, usize> {
+        let mut counts = BTreeMap::new();
+        self.open.lock().keys().for_each(|subject| *counts.entry(subject.rule.0).or_default() += 1);
+        counts
+    }
+
+    /// Commit time of the oldest change that a job of the rule carries, in milliseconds since 1970.
+    #[must_use]
+    pub fn oldest(&self, rule: RuleId) -> Option<i64> {
+        let open = self.open.lock();
+        open.values().filter(|fan_out| fan_out.subject.rule == rule).filter_map(|fan_out| fan_out.committed).min()
+    }
+
+    /// Records that a job, or another pass of it, is in progress.
+    pub fn begin(&self, fan_out: &FanOut) {
+        self.open.lock().insert(fan_out.subject.clone(), fan_out.clone());
+    }
+
+    /// Records that a job has ended, unless another pass was requested.
+    pub fn end(&self, done: &FanOut) {
+        let mut open = self.open.lock();
+        if open.get(&done.subject).is_some_and(|newest| newest.request == done.request) {
+            open.remove(&done.subject);
+        }
     }
 
     /// The targets of the page that a job waits for; none if it waits for no page.
