@@ -102,7 +102,7 @@ fn apply(plan: &Plan, rule: &Rule, collections: &Collections, target: Document) 
     wanted.dedup();
     let mut rows = Rows::within(usize::MAX);
     let command = match &rule.of_target {
-        Some(_) => Some(by_target::sources(rule, &[Referrer { target: &target, references: &references }])),
+        Some(_) => Some(by_target::sources(rule, &[Referrer { target: &target, references: &references }], None)),
         None => Some(read::sources(rule, &wanted)).filter(|_| !wanted.is_empty()),
     };
     if let Some(command) = command {

@@ -523,7 +523,7 @@ fn over_no_documents(mut command: Document) -> Document {
 async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
     let any = denormd_model::key::Key::new(vec![Bson::MinKey; rule.reference.pairs.len()]);
     let sources = match rule.of_target {
-        Some(_) => by_target::sources(rule, &[Referrer { target: &doc! {"_id": 0}, references: &[] }]),
+        Some(_) => by_target::sources(rule, &[Referrer { target: &doc! {"_id": 0}, references: &[] }], None),
         None => read::sources(rule, &[&any]),
     };
     let sources = (&rule.source.namespace.database, over_no_documents(sources));

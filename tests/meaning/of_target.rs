@@ -553,7 +553,7 @@ async fn a_target_is_computed_by_an_index() {
     for (rule, most) in [(UNREAD.replace('@', ""), 10), (several.to_owned(), 40)] {
         let rule = daemon::rule(&rule);
         let references = rule.reference.keys(plan::reference::Role::Target, &target);
-        let command = by_target::sources(&rule, &[Referrer { target: &target, references: &references }]);
+        let command = by_target::sources(&rule, &[Referrer { target: &target, references: &references }], None);
         let plan = db.run_command(doc! {"explain": command, "verbosity": "executionStats"}).await.unwrap();
         let stages = plan.get_array("stages").unwrap().iter().filter_map(Bson::as_document);
         let lookup = stages.into_iter().find(|stage| stage.contains_key("$lookup")).unwrap();

@@ -169,7 +169,7 @@ impl Levels {
         }
         let rest = by_target::without_rows(&asked, &rows);
         if !rest.is_empty() {
-            Self::read(context, rule, by_target::sources_settled(rule, &rest, &settled), after, &mut rows).await?;
+            Self::read(context, rule, by_target::sources(rule, &rest, Some(&settled)), after, &mut rows).await?;
         }
         targets
             .iter()

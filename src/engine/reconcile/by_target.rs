@@ -87,20 +87,6 @@ fn keys_of_rows(rule: &Rule, targets: &[Referrer<'_>]) -> Vec<Key> {
     keys
 }
 
-/// Reads the values of these targets: rows `{ k: [_id, index], v }`, and `{ k: [_id, index, null], v }` where no source
-/// matches and that has a value.
-#[must_use]
-pub fn sources(rule: &Rule, targets: &[Referrer<'_>]) -> Document {
-    sources_of(rule, targets, None)
-}
-
-/// Like [`sources`], for a tree whose documents do not have their values yet: `settled` gives the sources of a target,
-/// by its `_id`, as `{ k: _id, v: the fields that the rule writes }`.
-#[must_use]
-pub fn sources_settled(rule: &Rule, targets: &[Referrer<'_>], settled: Settled<'_>) -> Document {
-    sources_of(rule, targets, Some(settled))
-}
-
 /// The sources of a target.
 pub type Settled<'a> = &'a (dyn Fn(&Bson) -> Vec<Document> + Sync);
 
@@ -115,7 +101,7 @@ pub fn share_sources(rule: &Rule, targets: &[Referrer<'_>]) -> bool {
 }
 
 /// Reads the values of targets like [`sources`], but each source once, and only for targets that have one. For targets
-/// that [`share_sources`]; `settled` is as in [`sources_settled`].
+/// that [`share_sources`]; `settled` is as in [`sources`].
 #[must_use]
 pub fn sources_at_once(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Document {
     let mut by_key: BTreeMap<&Key, Vec<Document>> = BTreeMap::new();
@@ -140,7 +126,11 @@ pub fn without_rows<'a>(targets: &[Referrer<'a>], rows: &Rows) -> Vec<Referrer<'
     targets.iter().filter(|target| !rows.answer(&target_key(&target.id(), 0))).copied().collect()
 }
 
-fn sources_of(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Document {
+/// Reads the values of these targets: rows `{ k: [_id, index], v }`, and `{ k: [_id, index, null], v }` where no source
+/// matches and that has a value. For a tree whose documents do not have their values yet, `settled` gives the sources of a
+/// target, by its `_id`, as `{ k: _id, v: the fields that the rule writes }`.
+#[must_use]
+pub fn sources(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Document {
     let mut inner = read::sources_of_pair(rule);
     inner.extend(settled.map(|_| settle(rule, "$$settled.k".into(), "$$settled.v".into())));
     inner.extend(read::row_of_pair(rule));
@@ -278,7 +268,7 @@ impl Context {
         if keys_of_rows(rule, &rest).is_empty() {
             return Ok(found);
         }
-        let mut rows = self.rows_by(rule, &rest, &|| sources(rule, &rest), after, load).await?;
+        let mut rows = self.rows_by(rule, &rest, &|| sources(rule, &rest, None), after, load).await?;
         rows.extend(found)?;
         Ok(rows)
     }
