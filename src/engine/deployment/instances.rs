@@ -200,14 +200,37 @@ impl Member {
         if self.partitions <= 1 {
             return Ok(Vec::new());
         }
+        let Place { deployment, instance, ttl, .. } = &self.place;
         let plan = self.announcement.borrow().plan.clone();
-        self.place.others(&plan).await
+        let others = doc! {
+            "_id.deployment": deployment, "_id.instance": {"$ne": instance}, "plan": plan, "leads": {"$exists": true},
+            "$expr": alive(*ttl),
+        };
+        let mut leads = Vec::new();
+        for other in all(self.place.collection(COLLECTION).find(others)).await? {
+            let other: Stored = read(COLLECTION, &other)?;
+            leads.extend(other.leads);
+        }
+        Ok(leads)
     }
 
     /// True if another live instance has a newer plan. Until the deployment has seen this instance's plan, none is newer.
     pub async fn is_outdated(&self) -> Result<bool> {
+        let Place { deployment, instance, ttl, .. } = &self.place;
         let plan = self.announcement.borrow().plan.clone();
-        Ok(self.place.newer_than(&plan).await? > 0)
+        let others = doc! {
+            "_id.deployment": deployment, "_id.instance": {"$ne": instance}, "plan": {"$ne": &plan}, "$expr": alive(*ttl),
+        };
+        let mine = doc! {"_id": self.place.plan_id(&plan)};
+        let pipeline = vec![
+            doc! {"$match": others},
+            doc! {"$set": {"known": {"deployment": "$_id.deployment", "plan": "$plan"}}},
+            doc! {"$lookup": {"from": PLANS, "localField": "known", "foreignField": "_id", "as": "known"}},
+            doc! {"$lookup": {"from": PLANS, "pipeline": [{"$match": mine}], "as": "mine"}},
+            doc! {"$match": {"$expr": {"$gt": [{"$first": "$known.first"}, {"$ifNull": [{"$first": "$mine.first"}, "$$NOW"]}]}}},
+            doc! {"$count": "newer"},
+        ];
+        Ok(!all(self.place.collection(COLLECTION).aggregate(pipeline)).await?.is_empty())
     }
 
     /// Removes the announcement, so that the instance counts as gone at once.
@@ -285,42 +308,6 @@ impl Place {
         let old = doc! {"_id.deployment": &self.deployment, "seen": {"$lt": day}};
         bounded(instances.delete_many(old)).await?;
         Ok(())
-    }
-
-    /// Numbers of partitions that other live instances with this plan lead.
-    async fn others(&self, plan: &str) -> Result<Vec<usize>> {
-        let others = doc! {
-            "_id.deployment": &self.deployment, "_id.instance": {"$ne": &self.instance}, "plan": plan,
-            "leads": {"$exists": true}, "$expr": alive(self.ttl),
-        };
-        let instances = self.collection(COLLECTION);
-        let mut leads = Vec::new();
-        for other in all(instances.find(others)).await? {
-            let other: Stored = read(COLLECTION, &other)?;
-            leads.extend(other.leads);
-        }
-        Ok(leads)
-    }
-
-    /// Number of other live instances whose plan was first seen after this one.
-    async fn newer_than(&self, plan: &str) -> Result<usize> {
-        let others = doc! {
-            "_id.deployment": &self.deployment, "_id.instance": {"$ne": &self.instance}, "plan": {"$ne": plan},
-            "$expr": alive(self.ttl),
-        };
-        let pipeline = vec![
-            doc! {"$match": others},
-            doc! {"$set": {"known": {"deployment": "$_id.deployment", "plan": "$plan"}}},
-            doc! {"$lookup": {"from": PLANS, "localField": "known", "foreignField": "_id", "as": "known"}},
-            doc! {"$lookup": {
-                "from": PLANS, "pipeline": [{"$match": {"_id": self.plan_id(plan)}}], "as": "mine",
-            }},
-            doc! {"$match": {"$expr": {"$gt": [{"$first": "$known.first"}, {"$ifNull": [{"$first": "$mine.first"}, "$$NOW"]}]}}},
-            doc! {"$count": "newer"},
-        ];
-        let found = all(self.collection(COLLECTION).aggregate(pipeline)).await?;
-        let newer = found.first().and_then(|found| found.get_i32("newer").ok());
-        Ok(newer.and_then(|count| usize::try_from(count).ok()).unwrap_or_default())
     }
 }
 
