@@ -3,7 +3,7 @@
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 
-use denormd_engine::jobs::check::difference::type_name;
+use denormd_model::shape::type_name;
 
 /// A path that differs.
 #[derive(Debug, Clone, PartialEq)]

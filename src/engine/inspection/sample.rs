@@ -14,7 +14,7 @@ use crate::{
         in_tree,
         lookups::{self, Lookup},
     },
-    jobs::check::difference::{Differing, type_name},
+    jobs::check::difference::Differing,
     reconcile::{
         Context,
         applied::applied,
@@ -26,6 +26,7 @@ use denormd_model::{
     distribution::number,
     field_path::{Segment, value_at},
     key::{Key, id_of, whole_number},
+    shape::type_name,
 };
 use denormd_mongo::{Reads, command::decoded, error::Result};
 use denormd_rules::plan::{Rule, Side, Values, reference::Role};
