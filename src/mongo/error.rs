@@ -202,13 +202,13 @@ impl std::error::Error for Error {}
 
 impl From<bson::error::Error> for Error {
     fn from(error: bson::error::Error) -> Self {
-        // The message may quote a value; its kind does not.
-        Self::internal(format!("a document of an unexpected shape ({})", short(&format!("{:?}", error.kind))))
+        Self::internal(format!("a document of an unexpected shape ({})", variant(&error.kind)))
     }
 }
 
-fn short(text: &str) -> &str {
-    text.split([' ', '(', '{']).next().unwrap_or_default()
+/// The name of an enum's variant, without its content, which may quote a document.
+pub(crate) fn variant(value: &impl fmt::Debug) -> String {
+    format!("{value:?}").split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]
