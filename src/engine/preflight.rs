@@ -19,7 +19,7 @@ use denormd_rules::{
     config::ConfigPath,
     plan::{
         Plan, Rule, RuleId, Values,
-        privileges::{self, Privilege, Resource},
+        privileges::{self, Privilege},
         reference::Role,
     },
 };
@@ -164,7 +164,7 @@ pub async fn privileges(server: &Server, plan: &Plan, state: &str) -> Result<Vec
     let missing = privileges::missing(&privileges::needed(plan, state), &has);
     let finding = |privilege: &Privilege| {
         let actions: Vec<&str> = privilege.actions.iter().copied().collect();
-        let Resource { database, collection } = &privilege.resource;
+        let Namespace { database, collection } = &privilege.resource;
         let place = match (database.as_str(), collection.as_str()) {
             (database, "") => format!("the database `{database}`"),
             (database, collection) => format!("`{database}.{collection}`"),
