@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    env, fmt, fs, io,
+    env, fs, io,
     path::{Path, PathBuf},
 };
 
@@ -144,7 +144,7 @@ pub enum ConfigError {
     #[error("no config: {0}")]
     Nothing(String),
     /// Mistakes in the files' text or in the environment, in the order of the files and of their lines.
-    #[error("{}", Shown(.0))]
+    #[error("{}", shown(.0))]
     Mistakes(Vec<LocatedMistake>),
 }
 
@@ -159,15 +159,9 @@ impl ConfigError {
     }
 }
 
-struct Shown<'a>(&'a [LocatedMistake]);
-
-impl fmt::Display for Shown<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (nth, mistake) in self.0.iter().enumerate() {
-            write!(f, "{}{mistake}", if nth == 0 { "" } else { "\n" })?;
-        }
-        Ok(())
-    }
+fn shown(mistakes: &[LocatedMistake]) -> String {
+    let lines: Vec<String> = mistakes.iter().map(ToString::to_string).collect();
+    lines.join("\n")
 }
 
 /// The variables of this process that [`load`] may use, including those with a mistyped prefix. In text that is not
