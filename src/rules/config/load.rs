@@ -40,31 +40,7 @@ impl Loaded {
     pub fn located(&self, mistakes: &[Mistake]) -> Vec<LocatedMistake> {
         self.report(mistakes).mistakes().to_vec()
     }
-}
 
-/// A setting that differs between two configs. None stands for no value.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct ChangedSetting {
-    /// `http.listen`.
-    pub setting: String,
-    /// The old value, without any password.
-    pub old: Option<String>,
-    /// The new value, without any password.
-    pub new: Option<String>,
-}
-
-/// A setting in force.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Effective {
-    /// `http.listen`, or `rules[0]` with a rule's name.
-    pub setting: String,
-    /// The value, without any password.
-    pub value: String,
-    /// `file:line`, `environment variable …`, or `default`.
-    pub from: String,
-}
-
-impl Loaded {
     /// Every setting in force and the names of the rules, each with its origin. Settings without a value and a default
     /// are omitted.
     #[must_use]
@@ -87,9 +63,7 @@ impl Loaded {
         }
         out
     }
-}
 
-impl Loaded {
     /// The settings with other values in `new`. The rules are not compared.
     #[must_use]
     pub fn changed_settings(&self, new: &Self) -> Vec<ChangedSetting> {
@@ -108,6 +82,28 @@ impl Loaded {
         }
         changed
     }
+}
+
+/// A setting that differs between two configs. None stands for no value.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ChangedSetting {
+    /// `http.listen`.
+    pub setting: String,
+    /// The old value, without any password.
+    pub old: Option<String>,
+    /// The new value, without any password.
+    pub new: Option<String>,
+}
+
+/// A setting in force.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Effective {
+    /// `http.listen`, or `rules[0]` with a rule's name.
+    pub setting: String,
+    /// The value, without any password.
+    pub value: String,
+    /// `file:line`, `environment variable …`, or `default`.
+    pub from: String,
 }
 
 /// The text of a setting that a file or the environment gives.
