@@ -369,10 +369,7 @@ async fn has_many(context: &Context, rule: &Rule, role: Role) -> Result<bool> {
 
 /// Number of documents in a side's collection.
 pub(super) async fn count(context: &Context, rule: &Rule, role: Role) -> Result<u64> {
-    let namespace = match role {
-        Role::Source => &rule.source.namespace,
-        Role::Target => &rule.target.namespace,
-    };
+    let namespace = &rule.side(role).namespace;
     // Without a filter the server knows the number and does not count.
     let reply = context.server.database(&namespace.database).run_command(doc! {"count": &namespace.collection}).await?;
     Ok(reply.get("n").map_or(0, number))
@@ -501,10 +498,7 @@ pub(super) async fn sampled(
     size: i64,
     more: Vec<Document>,
 ) -> Result<Vec<Document>> {
-    let side = match role {
-        Role::Source => &rule.source,
-        Role::Target => &rule.target,
-    };
+    let side = rule.side(role);
     let mut stages: Vec<Document> = side.filter.clone().map(|filter| doc! {"$match": filter}).into_iter().collect();
     stages.push(doc! {"$sample": {"size": size}});
     stages.extend(more);

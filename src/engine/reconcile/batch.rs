@@ -119,10 +119,7 @@ impl Run<'_> {
     }
 
     pub(super) fn namespace(&self, role: Role) -> &Namespace {
-        match role {
-            Role::Source => &self.rule.source.namespace,
-            Role::Target => &self.rule.target.namespace,
-        }
+        &self.rule.side(role).namespace
     }
 
     pub(super) fn reading(&self, role: Role) -> Span {

@@ -871,10 +871,7 @@ fn is_sum(accumulator: &Bson) -> bool {
 /// Reads documents of one side by `_id`, with the fields that its references are in.
 #[must_use]
 pub fn by_id(rule: &Rule, role: Role, ids: &[&Key]) -> Document {
-    let side = match role {
-        Role::Source => &rule.source,
-        Role::Target => &rule.target,
-    };
+    let side = rule.side(role);
     let ids: Vec<Bson> = ids.iter().filter_map(|key| key.values().first().cloned()).collect();
     doc! {"find": &side.namespace.collection, "filter": {"_id": {"$in": ids}}, "projection": rule.reference.projection(role), "batchSize": 10_000, "collation": simple_collation()}
 }
