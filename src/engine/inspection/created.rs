@@ -3,7 +3,6 @@
 use bson::{Document, doc};
 use futures_util::TryStreamExt;
 
-use super::suspicion::place_of;
 use crate::reconcile::{Context, create::id_expression, read};
 use denormd_mongo::{
     Reads, Server,
@@ -67,5 +66,5 @@ pub async fn expiring(server: &Server, rule: &Rule) -> Result<Option<Mistake>> {
     let message =
         format!("documents of `{source}` expire (a TTL index on `{path}`), and their totals shrink with them");
     let hint = "the values are those of the sources that are left; to keep totals, remove the index or keep the sources longer";
-    Ok(Some(Mistake::new(place_of(rule, Role::Source), message).hint(hint)))
+    Ok(Some(Mistake::new(rule.side_at(Role::Source), message).hint(hint)))
 }

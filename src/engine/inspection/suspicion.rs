@@ -21,7 +21,6 @@ use denormd_rules::{
     plan::{
         Pair, Plan, Rule, Side,
         expression::{self, Reads as Paths},
-        reference::Role,
     },
 };
 use places::Places;
@@ -118,12 +117,6 @@ pub fn without_a_server(rule: &Rule) -> Vec<Mistake> {
     let mut found = quotes(rule, &at);
     found.extend(interpolation::suspicions(&at));
     found
-}
-
-/// The place where a rule names one of its collections.
-#[must_use]
-pub fn place_of(rule: &Rule, role: Role) -> ConfigPath {
-    rule.side_at(role)
 }
 
 /// The place where a rule names a path that it owns.
