@@ -3,6 +3,7 @@
 use std::fmt;
 
 use bson::{Bson, Document};
+use serde::{Deserialize, Serialize};
 
 /// One step of a [`FieldPath`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -14,7 +15,8 @@ pub enum Segment {
 }
 
 /// A path from a document's root to a field: `parts.$[].name`. It has at least one segment and does not start with `$[]`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct FieldPath(Vec<Segment>);
 
 /// Reason why a text is not a path.
@@ -213,6 +215,20 @@ impl fmt::Display for FieldPath {
             }
         }
         Ok(())
+    }
+}
+
+impl TryFrom<String> for FieldPath {
+    type Error = PathError;
+
+    fn try_from(text: String) -> Result<Self, PathError> {
+        Self::parse(&text)
+    }
+}
+
+impl From<FieldPath> for String {
+    fn from(path: FieldPath) -> Self {
+        path.to_string()
     }
 }
 
