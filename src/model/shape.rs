@@ -7,10 +7,7 @@ use bson::{
     spec::{BinarySubtype, ElementType},
 };
 
-use crate::{
-    field_path::{FieldPath, Segment},
-    key::Key,
-};
+use crate::{field_path::FieldPath, key::Key};
 
 use super::distribution::{Distribution, How};
 
@@ -91,8 +88,7 @@ impl Shape {
     /// True if some paths may not have been kept.
     #[must_use]
     pub fn is_cut(&self) -> bool {
-        let depth = |field: &Field| field.path.segments().iter().filter(|segment| **segment != Segment::Each).count();
-        self.fields.len() >= PATHS || self.fields.iter().any(|field| depth(field) > DEPTH)
+        self.fields.len() >= PATHS || self.fields.iter().any(|field| field.path.names().count() > DEPTH)
     }
 
     /// Finds the field at a path.

@@ -287,8 +287,7 @@ fn reversed(rule: &Rule, source: &Seen, target: &Seen, at: &Places<'_>) -> Vec<M
 fn as_met(seen: &Seen, path: &FieldPath) -> Option<String> {
     let shape = seen.shape.as_ref()?;
     let (mut met, mut text) = (String::new(), String::new());
-    for segment in path.segments() {
-        let Segment::Name(name) = segment else { continue };
+    for name in path.names() {
         for part in [&mut met, &mut text] {
             if !part.is_empty() {
                 part.push('.');
