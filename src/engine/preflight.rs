@@ -193,10 +193,8 @@ pub async fn apply(server: &Server, fix: &Fix) -> Result<()> {
 }
 
 async fn collection_info(server: &Server, namespace: &Namespace) -> Result<Option<Document>> {
-    let command = doc! {"listCollections": 1, "filter": {"name": &namespace.collection}};
-    let reply = server.database(&namespace.database).run_command(command).await?;
-    let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
-    Ok(batch.ok().and_then(|batch| batch.first()).and_then(Bson::as_document).cloned())
+    let options = doc! {"filter": {"name": &namespace.collection}};
+    Ok(server.listed(&namespace.database, options).await?.into_iter().next())
 }
 
 async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>> {
@@ -367,10 +365,7 @@ struct Misspelt {
 
 /// Checks if the name of a collection that does not exist, or of its database, is probably misspelt.
 async fn misspelt(server: &Server, namespace: &Namespace) -> Result<Option<Misspelt>> {
-    let command = doc! {"listCollections": 1, "nameOnly": true};
-    let rows: Vec<Document> =
-        server.database(&namespace.database).run_cursor_command(command).await?.try_collect().await?;
-    let names: Vec<String> = rows.iter().filter_map(|row| row.get_str("name").ok().map(ToOwned::to_owned)).collect();
+    let names = server.collections(&namespace.database).await?;
     let database = names.is_empty();
     let meant = if database {
         nearest(&namespace.database, &server.databases().await)

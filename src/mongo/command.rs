@@ -7,7 +7,7 @@ use bson::{
     Bson, DateTime, Document, RawBson, RawDocument, RawDocumentBuf, Timestamp, cstr, doc, raw::CStr, rawdoc,
     spec::ElementType,
 };
-use futures_util::StreamExt;
+use futures_util::{StreamExt, TryStreamExt};
 use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
 use parking_lot::Mutex;
 use serde::{Deserialize, de::IgnoredAny};
@@ -246,6 +246,20 @@ impl Server {
         self.client.database(database).collection_with_options(name, options)
     }
 
+    /// The collections of a database as `listCollections` reports them, with these options.
+    pub async fn listed(&self, database: &str, options: Document) -> Result<Vec<Document>> {
+        let mut command = doc! {"listCollections": 1};
+        command.extend(options);
+        let listed = self.database(database).run_cursor_command(command).await?;
+        Ok(listed.try_collect().await?)
+    }
+
+    /// The names of a database's collections.
+    pub async fn collections(&self, database: &str) -> Result<Vec<String>> {
+        let listed = self.listed(database, doc! {"nameOnly": true}).await?;
+        Ok(listed.iter().filter_map(|found| found.get_str("name").ok().map(ToOwned::to_owned)).collect())
+    }
+
     /// The UUIDs of those of these collections that exist.
     pub async fn collection_uuids(
         &self,
@@ -270,18 +284,12 @@ impl Server {
     /// True if the collection has a collation of its own: its `_id`s are in that order.
     pub async fn has_own_collation(&self, database: &str, collection: &str) -> Result<bool> {
         let filter = doc! {"name": collection, "options.collation": {"$exists": true}};
-        let command = doc! {"listCollections": 1, "filter": filter};
-        let reply = self.database(database).run_command(command).await?;
-        let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
-        Ok(batch.is_ok_and(|batch| !batch.is_empty()))
+        Ok(!self.listed(database, doc! {"filter": filter}).await?.is_empty())
     }
 
     /// True if the collection exists.
     pub async fn has_collection(&self, database: &str, collection: &str) -> Result<bool> {
-        let command = doc! {"listCollections": 1, "filter": {"name": collection}, "nameOnly": true};
-        let reply = self.database(database).run_command(command).await?;
-        let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
-        Ok(batch.is_ok_and(|batch| !batch.is_empty()))
+        Ok(!self.listed(database, doc! {"filter": {"name": collection}, "nameOnly": true}).await?.is_empty())
     }
 
     /// The number of documents that match a filter by the simple collation. A count that takes two seconds fails.

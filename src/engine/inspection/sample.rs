@@ -654,10 +654,8 @@ fn distribution(mut counts: Vec<u64>) -> Option<Distribution> {
 /// Number of sampled targets that the collection's validator would refuse after the rule's changes.
 async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Result<u64> {
     let namespace = &rule.target.namespace;
-    let list = doc! {"listCollections": 1, "filter": {"name": &namespace.collection}};
-    let reply = context.server.database(&namespace.database).run_command(list).await?;
-    let info = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch")).ok();
-    let options = info.and_then(|batch| batch.first()?.as_document()?.get_document("options").ok());
+    let listed = context.server.listed(&namespace.database, doc! {"filter": {"name": &namespace.collection}}).await?;
+    let options = listed.first().and_then(|found| found.get_document("options").ok());
     let Some(validator) = options.and_then(|options| options.get_document("validator").ok()) else { return Ok(0) };
     let warns = options.is_some_and(|options| options.get_str("validationAction").is_ok_and(|action| action == "warn"));
     let changing: Vec<&Compared> = compared.iter().filter(|c| c.differences().next().is_some()).take(TRIED).collect();

@@ -160,7 +160,7 @@ fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
 
 async fn look(server: &Server, side: &Side) -> Result<Seen> {
     let Namespace { database, collection } = &side.namespace;
-    let names = collections(server, database).await?;
+    let names = server.collections(database).await?;
     let mut seen = Seen::default();
     if !names.contains(collection) {
         let database_absent = names.is_empty();
@@ -196,13 +196,6 @@ async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>)
         Err(error) if error.leaves_unknown() => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-async fn collections(server: &Server, database: &str) -> Result<Vec<String>> {
-    let command = doc! {"listCollections": 1, "nameOnly": true};
-    let rows = server.database(database).run_cursor_command(command).await;
-    let rows: Vec<Document> = futures_util::TryStreamExt::try_collect(rows?).await?;
-    Ok(rows.iter().filter_map(|row| row.get_str("name").ok().map(ToOwned::to_owned)).collect())
 }
 
 /// The most similar known name, if it is similar enough.
