@@ -126,7 +126,9 @@ impl Pages {
 
     /// The documents of the next batch, possibly none; None after the last batch.
     pub async fn next(&mut self) -> Result<Option<Vec<RawDocumentBuf>>> {
-        self.batch().await?.as_ref().map(documents).transpose()
+        let Some(batch) = self.batch().await? else { return Ok(None) };
+        let rows: Result<Vec<RawDocumentBuf>> = rows_of(&batch)?.map(|row| Ok(row?.into_owned())).collect();
+        rows.map(Some)
     }
 }
 
@@ -139,11 +141,6 @@ fn read_too_long(error: Error) -> Error {
 pub fn limited(mut command: Document, limit: Duration) -> Document {
     command.entry("maxTimeMS".to_owned()).or_insert_with(|| millis(limit).into());
     command
-}
-
-/// The documents of one batch, copied out of it.
-pub fn documents(batch: &RawBatch) -> Result<Vec<RawDocumentBuf>> {
-    rows_of(batch)?.map(|row| Ok(row?.into_owned())).collect()
 }
 
 /// The rows of a read as documents.
@@ -322,12 +319,7 @@ impl Server {
     /// Runs a majority read on the primary to its end: an `aggregate` or `find` command without read concern and
     /// limits.
     pub async fn read(&self, database: &str, command: Document, reads: Reads) -> Result<Vec<RawDocumentBuf>> {
-        let mut pages = self.pages(database, command, reads).await?;
-        let mut out = Vec::new();
-        while let Some(mut page) = pages.next().await? {
-            out.append(&mut page);
-        }
-        Ok(out)
+        Ok(self.pages(database, command, reads).await?.up_to(usize::MAX).await?.0)
     }
 
     /// Like [`Server::read`], of documents of the state, whose strings are not converted (see [`crate::text`]).

@@ -173,9 +173,8 @@ impl Context {
             return Ok(Some(known));
         }
         let read = async {
-            let reads = Reads { after: ClusterTime::default() };
-            let mut pages = self.server.pages(&rule.source.namespace.database, limited(command, limit), reads).await?;
-            let (rows, _) = pages.up_to(usize::MAX).await?;
+            let database = &rule.source.namespace.database;
+            let rows = self.server.read(database, limited(command, limit), Reads::default()).await?;
             let row = rows.first().ok_or_else(|| Error::internal("no row without input"))?;
             row.get_document("v").map(ToOwned::to_owned).map_err(|_| Error::internal("a row without values"))
         };
