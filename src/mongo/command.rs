@@ -69,23 +69,6 @@ struct Clock {
     at: Instant,
 }
 
-/// Minimum time of a read's snapshot.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Reads {
-    /// The event's cluster time.
-    pub after: ClusterTime,
-}
-
-impl Reads {
-    fn concern(self) -> Document {
-        if self.after == ClusterTime::default() {
-            doc! {"level": "majority"}
-        } else {
-            doc! {"level": "majority", "afterClusterTime": bson::Timestamp::from(self.after)}
-        }
-    }
-}
-
 /// The batches of a cursor on the primary. Ends with an error if that server is no longer the primary.
 pub struct Batches {
     cursor: mongodb::raw_batch_cursor::RawBatchCursor,
@@ -129,6 +112,15 @@ impl Pages {
         let Some(batch) = self.batch().await? else { return Ok(None) };
         let rows: Result<Vec<RawDocumentBuf>> = rows_of(&batch)?.map(|row| Ok(row?.into_owned())).collect();
         rows.map(Some)
+    }
+}
+
+/// The read concern of a majority read whose snapshot is at least as new as `after`.
+fn concern(after: ClusterTime) -> Document {
+    if after == ClusterTime::default() {
+        doc! {"level": "majority"}
+    } else {
+        doc! {"level": "majority", "afterClusterTime": Timestamp::from(after)}
     }
 }
 
@@ -317,15 +309,15 @@ impl Server {
     }
 
     /// Runs a majority read on the primary to its end: an `aggregate` or `find` command without read concern and
-    /// limits.
-    pub async fn read(&self, database: &str, command: Document, reads: Reads) -> Result<Vec<RawDocumentBuf>> {
-        Ok(self.pages(database, command, reads).await?.up_to(usize::MAX).await?.0)
+    /// limits. Its snapshot is at least as new as `after`.
+    pub async fn read(&self, database: &str, command: Document, after: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
+        Ok(self.pages(database, command, after).await?.up_to(usize::MAX).await?.0)
     }
 
     /// Like [`Server::read`], of documents of the state, whose strings are not converted (see [`crate::text`]).
-    pub async fn read_state(&self, database: &str, command: Document, reads: Reads) -> Result<Vec<Document>> {
+    pub async fn read_state(&self, database: &str, command: Document, after: ClusterTime) -> Result<Vec<Document>> {
         let command = Document::try_from(text::escaped(&RawDocumentBuf::try_from(&command)?).as_ref())?;
-        let rows = self.read(database, command, reads).await?;
+        let rows = self.read(database, command, after).await?;
         rows.into_iter().map(|row| Ok(Document::try_from(text::unescaped(row).as_ref())?)).collect()
     }
 
@@ -333,10 +325,10 @@ impl Server {
     ///
     /// The read is at least as new as any write acknowledged to this process. Shortly after a failover, a majority read
     /// of the new primary may be older, and miss a write of our own.
-    pub async fn pages(&self, database: &str, command: Document, mut reads: Reads) -> Result<Pages> {
-        reads.after = reads.after.max(*self.acknowledged.lock());
+    pub async fn pages(&self, database: &str, command: Document, after: ClusterTime) -> Result<Pages> {
+        let after = after.max(*self.acknowledged.lock());
         let mut command = limited(command, READ_TIMEOUT);
-        command.insert("readConcern", reads.concern());
+        command.insert("readConcern", concern(after));
         let primary = Primary::of(&self.client);
         let database = self.database(database);
         let command = text::unescaped(RawDocumentBuf::try_from(&command)?);

@@ -21,10 +21,7 @@ use denormd_model::{
     key::{Key, id_of},
     position::ClusterTime,
 };
-use denormd_mongo::{
-    Reads,
-    error::{Error, Kind, Result},
-};
+use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::{
     config::Loaded,
     plan::{Rule, Values, reference::Role},
@@ -139,7 +136,7 @@ async fn target(context: &Context, rule: &Rule, id: &str, after: ClusterTime) ->
         "find": &namespace.collection, "filter": {"_id": {"$in": &meant}}, "projection": projection(rule),
         "collation": read::simple_collation(),
     };
-    let rows = context.server.read(&namespace.database, command, Reads { after }).await?;
+    let rows = context.server.read(&namespace.database, command, after).await?;
     match rows.as_slice() {
         [row] => Ok((Document::try_from(row.as_ref())?, true)),
         // The document may be one that should exist.
@@ -177,7 +174,7 @@ async fn answers_of_target(
     let referrer = Referrer { target, references: &compared.references };
     let command = by_target::source_ids(rule, referrer, limit);
     let mut found: HashMap<usize, Vec<Bson>> = HashMap::new();
-    for row in context.server.read(&rule.source.namespace.database, command, Reads { after }).await? {
+    for row in context.server.read(&rule.source.namespace.database, command, after).await? {
         let row = Document::try_from(row.as_ref())?;
         let nth = row.get_i64("n").ok().and_then(|nth| usize::try_from(nth).ok()).unwrap_or_default();
         found.insert(nth, row.get_array("ids").cloned().unwrap_or_default());
@@ -210,7 +207,7 @@ async fn references(
     let mut sources: Vec<(Vec<Key>, Bson)> = Vec::new();
     if !keys.is_empty() {
         let command = read::source_ids(rule, &keys, LOOKED);
-        for row in context.server.read(&rule.source.namespace.database, command, Reads { after }).await? {
+        for row in context.server.read(&rule.source.namespace.database, command, after).await? {
             let source = Document::try_from(row.as_ref())?;
             let keys = rule.reference.keys(Role::Source, &source).into_iter().flatten().collect();
             sources.push((keys, id_of(&source)));

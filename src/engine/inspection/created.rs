@@ -4,8 +4,9 @@ use bson::{Document, doc};
 use futures_util::TryStreamExt;
 
 use crate::reconcile::{Context, create::id_expression, read};
+use denormd_model::position::ClusterTime;
 use denormd_mongo::{
-    Reads, Server,
+    Server,
     error::{Error, Result},
 };
 use denormd_rules::{
@@ -36,7 +37,7 @@ pub(super) async fn inserts(context: &Context, rule: &Rule) -> Result<Option<u64
     ]);
     let mut command = read::command(&source.collection, stages);
     command.insert("maxTimeMS", READ);
-    match context.server.read(&source.database, command, Reads::default()).await {
+    match context.server.read(&source.database, command, ClusterTime::default()).await {
         Ok(rows) => {
             let count = |row: &bson::RawDocumentBuf| row.get_i32("n").ok().and_then(|n| u64::try_from(n).ok());
             Ok(Some(rows.first().and_then(count).unwrap_or_default()))

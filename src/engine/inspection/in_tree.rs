@@ -24,7 +24,6 @@ use denormd_model::{
     position::ClusterTime,
 };
 use denormd_mongo::{
-    Reads,
     command::{decoded, limited},
     error::{Error, Kind, Result},
 };
@@ -102,7 +101,7 @@ async fn documents(context: &Context, rule: &Rule, tree: Tree, after: ClusterTim
         "find": &target.collection, "filter": rule.target.filter.clone().unwrap_or_default(), "projection": fields,
         "batchSize": 10_000, "collation": simple_collation(),
     };
-    decoded(&context.server.read(&target.database, limited(command, READ), Reads { after }).await?)
+    decoded(&context.server.read(&target.database, limited(command, READ), after).await?)
 }
 
 /// The documents of a tree, each level after those that it reads.
@@ -189,7 +188,7 @@ impl Levels {
             return Err(Error::new(Kind::TooLarge, "these documents have more sources than a command may contain"));
         }
         let database = &rule.source.namespace.database;
-        let found = context.server.read(database, limited(command, READ), Reads { after }).await?;
+        let found = context.server.read(database, limited(command, READ), after).await?;
         found.iter().try_for_each(|row| rows.take(row))
     }
 

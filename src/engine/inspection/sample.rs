@@ -26,9 +26,10 @@ use denormd_model::{
     distribution::number,
     field_path::{Segment, value_at},
     key::{Key, id_of, whole_number},
+    position::ClusterTime,
     shape::type_name,
 };
-use denormd_mongo::{Reads, command::decoded, error::Result};
+use denormd_mongo::{command::decoded, error::Result};
 use denormd_rules::plan::{Rule, Side, Values, reference::Role};
 
 /// The most bytes that a document may have.
@@ -456,7 +457,8 @@ impl Pass {
             "aggregate": &side.namespace.collection, "pipeline": stages, "cursor": {}, "allowDiskUse": true,
             "maxTimeMS": PASS, "collation": read::simple_collation(),
         };
-        let Some(rows) = too_long(context.server.read(&side.namespace.database, command, Reads::default()).await)?
+        let Some(rows) =
+            too_long(context.server.read(&side.namespace.database, command, ClusterTime::default()).await)?
         else {
             return Ok(None);
         };
@@ -506,7 +508,7 @@ pub(super) async fn sampled(
         "aggregate": &side.namespace.collection, "pipeline": stages, "cursor": {}, "allowDiskUse": true,
         "collation": read::simple_collation(),
     };
-    decoded(&context.server.read(&side.namespace.database, command, Reads::default()).await?)
+    decoded(&context.server.read(&side.namespace.database, command, ClusterTime::default()).await?)
 }
 
 /// Removes the targets that the server would refuse to write. Returns the places because of which it would.
@@ -582,7 +584,7 @@ pub(super) async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], 
         command.insert("projection", rule.reference.projection(other));
         command.insert("limit", FOUND);
         command.remove("sort");
-        let found = decoded(&context.server.read(&side.namespace.database, command, Reads::default()).await?)?;
+        let found = decoded(&context.server.read(&side.namespace.database, command, ClusterTime::default()).await?)?;
         // Some keys have so many documents that others may have been cut off.
         if found.len() >= usize::try_from(FOUND).unwrap_or(usize::MAX) && keys.len() > 1 {
             let (front, back) = keys.split_at(keys.len() / 2);
@@ -665,7 +667,7 @@ async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Resul
     let ids: Vec<Bson> = changing.iter().map(|compared| compared.target.clone()).collect();
     let command =
         doc! {"find": &namespace.collection, "filter": {"_id": {"$in": ids}}, "collation": read::simple_collation()};
-    let mut targets = decoded(&context.server.read(&namespace.database, command, Reads::default()).await?)?;
+    let mut targets = decoded(&context.server.read(&namespace.database, command, ClusterTime::default()).await?)?;
     for target in &mut targets {
         let id = id_of(target);
         if let Some(compared) = changing.iter().find(|compared| compared.target == id) {
@@ -684,7 +686,7 @@ async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Resul
             doc! {"$project": {"_id": 1}},
         ];
         let command = doc! {"aggregate": 1, "pipeline": stages, "cursor": {}};
-        accepted += context.server.read(&namespace.database, command, Reads::default()).await?.len();
+        accepted += context.server.read(&namespace.database, command, ClusterTime::default()).await?.len();
     }
     Ok(targets.len().saturating_sub(accepted) as u64)
 }

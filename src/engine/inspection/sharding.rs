@@ -5,8 +5,8 @@
 use bson::{Document, doc};
 use serde::Serialize;
 
-use denormd_model::field_path::FieldPath;
-use denormd_mongo::{Reads, Server, error::Result};
+use denormd_model::{field_path::FieldPath, position::ClusterTime};
+use denormd_mongo::{Server, error::Result};
 use denormd_rules::plan::Rule;
 
 /// A collection that is sharded, or may be.
@@ -53,7 +53,7 @@ pub(super) async fn of_rule(server: &Server, rule: &Rule) -> Result<Vec<Sharded>
             continue;
         }
         let command = doc! {"find": "collections", "filter": {"_id": &collection}, "limit": 1};
-        let key = match server.read("config", command, Reads::default()).await {
+        let key = match server.read("config", command, ClusterTime::default()).await {
             Ok(rows) => {
                 let entry = rows.first().map(|row| Document::try_from(row.as_ref())).transpose()?;
                 shard_key(entry.as_ref())

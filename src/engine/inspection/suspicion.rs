@@ -13,9 +13,10 @@ use crate::preflight;
 use denormd_model::{
     field_path::{FieldPath, Segment},
     namespace::Namespace,
+    position::ClusterTime,
     shape::{Field, Shape},
 };
-use denormd_mongo::{Reads, Server, command::decoded, error::Result};
+use denormd_mongo::{Server, command::decoded, error::Result};
 use denormd_rules::{
     config::{ConfigPath, KeyType, Mistake},
     plan::{
@@ -191,7 +192,7 @@ async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>)
     let command = doc! {
         "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": TIMEOUT, "allowDiskUse": true,
     };
-    match server.read(&namespace.database, command, Reads::default()).await {
+    match server.read(&namespace.database, command, ClusterTime::default()).await {
         Ok(rows) => Ok(Some(decoded(&rows)?)),
         Err(error) if error.leaves_unknown() => Ok(None),
         Err(error) => Err(error),

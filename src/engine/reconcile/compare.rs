@@ -23,10 +23,7 @@ use denormd_model::{
     key::{Key, id_of},
     position::ClusterTime,
 };
-use denormd_mongo::{
-    Reads,
-    error::{Error, Kind, Result},
-};
+use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::plan::{Keyed, Rule, Values, expression::OfTarget, reference::Role};
 
 pub mod created;
@@ -466,7 +463,7 @@ async fn by_ids<'a>(
         "collation": read::simple_collation(),
     };
     let most = if ids.len() > 1 { context.limits.batch_bytes } else { usize::MAX };
-    let mut pages = context.server.pages(&rule.target.namespace.database, command, Reads { after }).await?;
+    let mut pages = context.server.pages(&rule.target.namespace.database, command, after).await?;
     let (rows, all) = pages.up_to(most).await?;
     if !all {
         let (front, back) = ids.split_at(ids.len() / 2);

@@ -27,7 +27,7 @@ use crate::{
 };
 use denormd_model::{key::Key, partition::Partition, position::ClusterTime};
 use denormd_mongo::{
-    Fence, Reads, Server,
+    Fence, Server,
     command::{limited, rows_of},
     error::{Error, Kind, Result},
 };
@@ -174,7 +174,7 @@ impl Context {
         }
         let read = async {
             let database = &rule.source.namespace.database;
-            let rows = self.server.read(database, limited(command, limit), Reads::default()).await?;
+            let rows = self.server.read(database, limited(command, limit), ClusterTime::default()).await?;
             let row = rows.first().ok_or_else(|| Error::internal("no row without input"))?;
             row.get_document("v").map(ToOwned::to_owned).map_err(|_| Error::internal("a row without values"))
         };
@@ -238,7 +238,7 @@ impl Context {
         let database = &rule.source.namespace.database;
         let may = load.sources.is_none() && !self.memory.traits.shortcut_fails(rule.id);
         if let Some(command) = read::sources_by_shortcut(rule, keys).filter(|_| may) {
-            let mut pages = self.server.pages(database, limited(command, load.limit), Reads { after }).await?;
+            let mut pages = self.server.pages(database, limited(command, load.limit), after).await?;
             let mut right = true;
             while let Some(batch) = pages.batch().await?.filter(|_| right) {
                 for row in rows_of(&batch)? {
@@ -254,7 +254,7 @@ impl Context {
             rows.clear();
         }
         let command = load.sources.map_or_else(|| read::sources(rule, keys), |sources| sources(keys));
-        let mut pages = self.server.pages(database, limited(command, load.limit), Reads { after }).await?;
+        let mut pages = self.server.pages(database, limited(command, load.limit), after).await?;
         while let Some(batch) = pages.batch().await? {
             for row in rows_of(&batch)? {
                 rows.take(&row?)?;

@@ -38,7 +38,6 @@ use crate::{
 };
 use denormd_model::{key::Key, namespace::Namespace, position::ClusterTime};
 use denormd_mongo::{
-    Reads,
     command::limited,
     error::{Error, Kind, Result},
 };
@@ -158,7 +157,7 @@ impl Context {
         // A source has as many keys as its array has elements.
         for keys in keys.chunks(AT_ONCE) {
             let command = limited(buckets_of(rule, keys), self.limits.read_timeout);
-            let rows = self.server.read(&rule.source.namespace.database, command, Reads::default()).await?;
+            let rows = self.server.read(&rule.source.namespace.database, command, ClusterTime::default()).await?;
             for row in &rows {
                 found.push(key_of_row(row)?);
             }
@@ -228,7 +227,7 @@ impl Context {
                 "batchSize": 10_000, "collation": simple_collation(),
             };
             let command = limited(command, self.limits.read_timeout);
-            let rows = self.server.read(&rule.target.namespace.database, command, Reads { after: time }).await?;
+            let rows = self.server.read(&rule.target.namespace.database, command, time).await?;
             let known: Vec<Document> =
                 rows.iter().map(|row| Document::try_from(row.as_ref())).collect::<std::result::Result<_, _>>()?;
             absent.extend(stand_ins(&known, ids));
@@ -259,7 +258,7 @@ impl Context {
                 break;
             }
             let command = limited(read::keys_with_sources(other, &left), limit);
-            let rows = self.server.read(&other.source.namespace.database, command, Reads { after }).await?;
+            let rows = self.server.read(&other.source.namespace.database, command, after).await?;
             let found: HashSet<Key> = rows.iter().map(key_of_row).collect::<Result<_>>()?;
             // Documents created from a source that is gone stay until it is there again, or somebody has agreed.
             let all = self.is_lost(&other.source.namespace).await?;

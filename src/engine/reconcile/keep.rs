@@ -25,7 +25,6 @@ use denormd_model::{
     key::Key,
 };
 use denormd_mongo::{
-    Reads,
     command::limited,
     error::{Error, Result},
 };
@@ -120,8 +119,7 @@ impl Run<'_> {
             "collation": simple_collation(),
         };
         let passed = self.passed(batch, kept).await?;
-        let mut pages =
-            self.context.server.pages(&target.database, limited(command, self.limit), Reads { after }).await?;
+        let mut pages = self.context.server.pages(&target.database, limited(command, self.limit), after).await?;
         while let Some(page) = pages.next().await? {
             let mut values = Vec::new();
             for row in &page {

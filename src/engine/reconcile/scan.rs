@@ -8,7 +8,7 @@ use bson::{Bson, Document, RawDocumentBuf, doc};
 
 use crate::reconcile::{context::Context, read::simple_collation};
 use denormd_model::{namespace::Namespace, position::ClusterTime};
-use denormd_mongo::{Reads, command::limited, error::Result};
+use denormd_mongo::{command::limited, error::Result};
 use denormd_rules::plan::{Rule, Side, reference::Role};
 
 /// A page ends early with this many bytes.
@@ -260,7 +260,7 @@ impl Scan<'_> {
         let mut command = limited(self.ordered(command), self.time_limit);
         command.extend(doc! {"limit": limit, "batchSize": limit});
         let database = &self.namespace.database;
-        let mut pages = self.context.server.pages(database, command, Reads { after: self.time }).await?;
+        let mut pages = self.context.server.pages(database, command, self.time).await?;
         let (mut targets, mut bytes, mut end) = (Vec::new(), 0, true);
         while let Some(batch) = pages.next().await? {
             bytes += batch.iter().map(|row| row.as_bytes().len()).sum::<usize>();
@@ -301,7 +301,7 @@ impl Scan<'_> {
     async fn read(&self, command: Document) -> Result<Vec<Document>> {
         let database = &self.namespace.database;
         let command = limited(command, self.time_limit);
-        let rows = self.context.server.read(database, command, Reads { after: self.time }).await?;
+        let rows = self.context.server.read(database, command, self.time).await?;
         rows.iter().map(|row| Ok(Document::try_from(row.as_ref())?)).collect()
     }
 }
