@@ -153,7 +153,7 @@ pub async fn history(ask: &Ask, namespaces: &[Namespace], bounds: &Advise) -> Re
         match read(ask, namespaces, from, end, bounds).await {
             Ok(history) => return Ok(Ok(history)),
             Err(error) if error.kind == Kind::HistoryLost || is_overtaken(&error) => {}
-            Err(error) if error.lacks_privilege() => {
+            Err(error) if error.kind == Kind::Privilege => {
                 refused = Unknown(
                     "needs the privilege changeStream on all databases (or on each that is looked at)".to_owned(),
                 );
@@ -173,7 +173,7 @@ async fn starts(ask: &Ask, end: u32) -> Result<Vec<u32>> {
         Ok(entry) => entry.and_then(|entry| entry.get_timestamp("ts").ok()).map(|ts| ts.time),
         // Reading the oplog takes a separate privilege. Without it, opening change streams shows how far back it
         // reaches.
-        Err(error) if error.lacks_privilege() || error.is_refusal() || is_overtaken(&error) => None,
+        Err(error) if matches!(error.kind, Kind::Privilege | Kind::Refused) || is_overtaken(&error) => None,
         Err(error) => return Err(error),
     };
     let tried = REACHES.iter().map(|reach| end.saturating_sub(*reach));

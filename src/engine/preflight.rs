@@ -218,7 +218,7 @@ async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>
         }
         // A view has no indexes.
         Err(error) => match Error::from(error) {
-            error if error.is_refusal() => Ok(Vec::new()),
+            error if error.kind == Kind::Refused => Ok(Vec::new()),
             error => Err(error),
         },
     }
@@ -536,7 +536,7 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
         // No document is read, so the text only quotes the rule.
         let text = server_text(&refused).map(|text| format!(": {text}")).unwrap_or_default();
         match Error::from(refused) {
-            error if error.is_refusal() => {
+            error if error.kind == Kind::Refused => {
                 let mut finding = Finding::new(
                     rule,
                     format!("the server refuses the rule's expressions or filters: {}{text}", error.message),
@@ -565,7 +565,7 @@ async fn refused_value(server: &Server, rule: &Rule) -> Result<Option<ConfigPath
         let asked = server.database(&rule.source.namespace.database).run_command(over_no_documents(command)).await;
         match asked.map_err(Error::from) {
             Ok(_) => {}
-            Err(error) if error.is_refusal() => return Ok(Some(place)),
+            Err(error) if error.kind == Kind::Refused => return Ok(Some(place)),
             Err(error) => return Err(error),
         }
     }

@@ -161,7 +161,7 @@ pub async fn nested(server: &Server, plan: &Plan) -> Result<BTreeSet<Namespace>>
             };
             match server.read(&database, command, after).await {
                 Ok(found) if found.is_empty() => {}
-                Err(error) if error.is_transient() && !error.is_read_timeout() => return Err(error),
+                Err(error) if error.is_transient() && error.kind != Kind::ReadTimedOut => return Err(error),
                 Ok(_) | Err(_) => drop(nested.insert(namespace)),
             }
         }

@@ -7,7 +7,7 @@ use crate::reconcile::{Context, create::id_expression, read};
 use denormd_model::position::ClusterTime;
 use denormd_mongo::{
     Server,
-    error::{Error, Result},
+    error::{Error, Kind, Result},
 };
 use denormd_rules::{
     config::Mistake,
@@ -42,7 +42,7 @@ pub(super) async fn inserts(context: &Context, rule: &Rule) -> Result<Option<u64
             let count = |row: &bson::RawDocumentBuf| row.get_i32("n").ok().and_then(|n| u64::try_from(n).ok());
             Ok(Some(rows.first().and_then(count).unwrap_or_default()))
         }
-        Err(error) if error.is_read_timeout() || error.is_refusal() => Ok(None),
+        Err(error) if matches!(error.kind, Kind::ReadTimedOut | Kind::Refused) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -58,7 +58,7 @@ pub async fn expiring(server: &Server, rule: &Rule) -> Result<Option<Mistake>> {
         Ok(cursor) => cursor.try_collect::<Vec<Document>>().await?,
         // The collection does not exist.
         Err(error) => match Error::from(error) {
-            error if error.is_refusal() => return Ok(None),
+            error if error.kind == Kind::Refused => return Ok(None),
             error => return Err(error),
         },
     };

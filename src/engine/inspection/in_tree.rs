@@ -61,7 +61,7 @@ pub(super) async fn compare(
 ) -> Result<Option<Compare>> {
     let documents = match documents(context, rule, tree, after).await {
         Ok(documents) => documents,
-        Err(error) if error.is_read_timeout() => return Ok(None),
+        Err(error) if error.kind == Kind::ReadTimedOut => return Ok(None),
         Err(error) => return Err(error),
     };
     let mut levels = Levels::of(rule, tree, documents);
@@ -79,13 +79,13 @@ pub(super) async fn compare(
                         levels.settle(rule, compared, &mut out)?;
                     }
                 }
-                Err(error) if error.is_read_timeout() => return Ok(None),
-                Err(error) if (error.is_refusal() || error.exceeds_batch()) && page.len() > 1 => {
+                Err(error) if error.kind == Kind::ReadTimedOut => return Ok(None),
+                Err(error) if matches!(error.kind, Kind::Refused | Kind::TooLarge) && page.len() > 1 => {
                     let (front, back) = page.split_at(page.len() / 2);
                     stack.extend([back, front]);
                 }
                 // It becomes a dead letter, and keeps its values.
-                Err(error) if error.is_refusal() || error.exceeds_batch() => out.failing += 1,
+                Err(error) if matches!(error.kind, Kind::Refused | Kind::TooLarge) => out.failing += 1,
                 Err(error) => return Err(error),
             }
         }

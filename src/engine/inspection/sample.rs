@@ -29,7 +29,10 @@ use denormd_model::{
     position::ClusterTime,
     shape::type_name,
 };
-use denormd_mongo::{command::decoded, error::Result};
+use denormd_mongo::{
+    command::decoded,
+    error::{Kind, Result},
+};
 use denormd_rules::plan::{Rule, Side, Values, reference::Role};
 
 /// The most bytes that a document may have.
@@ -636,7 +639,7 @@ async fn counts(context: &Context, rule: &Rule, sample: &[Vec<Key>], other: Role
         let filter = command.get_document("filter").cloned().unwrap_or_default();
         match context.server.count(&side.namespace, filter).await {
             Ok(count) => out.push(count),
-            Err(error) if error.is_command_timeout() => {}
+            Err(error) if error.kind == Kind::TimedOut => {}
             Err(error) => return Err(error),
         }
     }

@@ -292,7 +292,7 @@ impl JobRunner<'_> {
                 read => read,
             };
             match read {
-                Err(error) if error.is_read_timeout() && job.after == pass.begun => {
+                Err(error) if error.kind == Kind::ReadTimedOut && job.after == pass.begun => {
                     tracing::info!(rule = %self.rule.name, "one read for all targets takes too long: reading the collection in parts");
                     // The order may differ: it restarts with the first part, and stays with parts from then on.
                     (job.in_parts, job.after, pass.begun) = (true, None, None);

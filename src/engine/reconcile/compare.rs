@@ -164,7 +164,7 @@ pub async fn compare_by(
         let limit = context.limits.read_timeout;
         match compare_at_once(context, rule, part, after, (limit, sources), take).await {
             Ok(()) => {}
-            Err(error) if error.exceeds_batch() && part.len() > 1 => {
+            Err(error) if error.kind == Kind::TooLarge && part.len() > 1 => {
                 let (front, back) = part.split_at(part.len() / 2);
                 stack.extend([back, front]);
             }
@@ -271,7 +271,7 @@ pub async fn compare_each(
         let mut compared = |compared: Result<Compared>| {
             match compared {
                 Ok(compared) => take(compared),
-                Err(error) if error.is_refusal() => failing += 1,
+                Err(error) if error.kind == Kind::Refused => failing += 1,
                 Err(error) => return Err(error),
             }
             Ok(())
@@ -279,7 +279,7 @@ pub async fn compare_each(
         let reads = (context.limits.read_timeout, None);
         match compare_at_once(context, rule, part, after, reads, &mut compared).await {
             Ok(()) => {}
-            Err(error) if !(error.is_refusal() || error.is_read_timeout() || error.exceeds_batch()) => {
+            Err(error) if !matches!(error.kind, Kind::Refused | Kind::ReadTimedOut | Kind::TooLarge) => {
                 return Err(error);
             }
             Err(_) if part.len() > 1 => {
@@ -417,7 +417,7 @@ pub async fn compare_ids_each(
         match by_ids(context, rule, part, after, &mut parts).await {
             Ok(Some(targets)) => failing += compare_each(context, rule, &targets, after, take).await?,
             Ok(None) => {}
-            Err(error) if !error.is_refusal() => return Err(error),
+            Err(error) if error.kind != Kind::Refused => return Err(error),
             Err(_) if part.len() > 1 => {
                 let (front, back) = part.split_at(part.len() / 2);
                 parts.extend([back, front]);

@@ -180,7 +180,7 @@ impl Context {
         };
         let values = match read.await {
             Ok(values) => Ok(values),
-            Err(error) if error.is_refusal() => Err(error.message),
+            Err(error) if error.kind == Kind::Refused => Err(error.message),
             Err(error) => return Err(error),
         };
         self.memory.traits.saw_no_input(rule.id, values.clone());
@@ -200,7 +200,7 @@ impl Context {
             rows = Rows::alone(rule, keys, self.take_turn(load.limit).await?);
         }
         let mut filled = self.unless_stopping(load.limit, self.fill(&mut rows, rule, keys, after, load)).await;
-        if load.items <= 1 && filled.as_ref().is_err_and(Error::exceeds_batch) && !rows.is_alone() {
+        if load.items <= 1 && filled.as_ref().is_err_and(|error| error.kind == Kind::TooLarge) && !rows.is_alone() {
             rows = Rows::alone(rule, keys, self.take_turn(load.limit).await?);
             filled = self.unless_stopping(load.limit, self.fill(&mut rows, rule, keys, after, load)).await;
         }

@@ -188,7 +188,7 @@ impl Context {
         while let Some(part) = stack.pop() {
             match self.documents_of_at_once(rule, part, time).await {
                 Ok(found) => all.extend(found),
-                Err(error) if !error.is_refusal() => return Err(error),
+                Err(error) if error.kind != Kind::Refused => return Err(error),
                 Err(_) if part.len() > 1 => {
                     let (front, back) = part.split_at(part.len() / 2);
                     stack.extend([back, front]);

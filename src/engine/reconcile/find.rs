@@ -64,7 +64,7 @@ impl Run<'_> {
             (Ok(Some(mut requests)), _) => follow_ups.append(&mut requests),
             (Ok(None), [item]) => item.end = Some(self.fan_out(item).await),
             // A fan-out job reads a part of the collection at a time.
-            (Err(error), [item]) if error.is_read_timeout() => item.end = Some(self.fan_out(item).await),
+            (Err(error), [item]) if error.kind == Kind::ReadTimedOut => item.end = Some(self.fan_out(item).await),
             (Err(error), _) => return Err(error),
             (Ok(None), _) => return Err(Error::new(Kind::TooLarge, "these keys have too many targets")),
         }

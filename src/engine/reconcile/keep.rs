@@ -26,7 +26,7 @@ use denormd_model::{
 };
 use denormd_mongo::{
     command::limited,
-    error::{Error, Result},
+    error::{Error, Kind, Result},
 };
 use denormd_rules::plan::{Keyed, Rule, reference::Role};
 
@@ -164,7 +164,7 @@ impl Run<'_> {
         let compared = match compare::one(self.rule, rows, doc, references, &owns) {
             Ok(compared) => compared,
             // It is not written either.
-            Err(error) if error.is_refusal() => return Ok(Vec::new()),
+            Err(error) if error.kind == Kind::Refused => return Ok(Vec::new()),
             Err(error) => return Err(error),
         };
         let mut places = None;

@@ -6,7 +6,7 @@ use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 
 use crate::request::Task;
 use denormd_model::{field_path::FieldPath, key::Key};
-use denormd_mongo::error::{Error, Result};
+use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::{
     config::OnEmpty,
     plan::{
@@ -1027,7 +1027,7 @@ pub fn found_in_order(rule: &Rule, task: Task, key: &Key, after: Option<&Bson>) 
 /// ([`Rule::without_target_filter`]) goes past that one.
 #[must_use]
 pub fn where_fails(rule: &Rule, error: &Error) -> bool {
-    error.is_refusal() && rule.target.filter.is_some()
+    error.kind == Kind::Refused && rule.target.filter.is_some()
 }
 
 /// Reads the `_id`s of all targets that refer to one of `keys`.
