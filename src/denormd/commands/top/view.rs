@@ -16,7 +16,7 @@ use super::{
     theme::Theme,
 };
 use crate::{
-    commands::status::{as_of, led, role, short, since, unknown},
+    commands::status::{as_of, led, percentile, role, short_lag, since, unknown},
     status::{InstanceReport, Status},
 };
 use denormd_model::text::duration;
@@ -129,12 +129,7 @@ fn title(model: &Model, columns: usize) -> Line<'static> {
 fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
     let old = is_old(status);
     let rate = |rate: f64| if old { "not known".to_owned() } else { format!("{rate:.1}") };
-    let lag = match status.lag_seconds {
-        None => "not known".to_owned(),
-        Some(lag) if lag > 0.0 => short(lag),
-        Some(_) => "0".to_owned(),
-    };
-    let percentile = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
+    let lag = status.lag_seconds.map_or_else(|| "not known".to_owned(), short_lag);
     let figures = vec![
         ("Lag", lag),
         ("Events/s", rate(status.events_per_second)),
