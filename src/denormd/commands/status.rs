@@ -9,7 +9,7 @@ use crate::{
     status::{Backfill, Current, Leadership, Partitions, RetiredField, Rule, Status},
 };
 use denormd_engine::snapshot::{AuditProgress, HeldBack};
-use denormd_model::text::duration;
+use denormd_model::{distribution::ratio, text::duration};
 
 /// Time limit for the daemon's answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -297,8 +297,12 @@ pub(super) fn short(seconds: f64) -> String {
 }
 
 pub(super) fn since(status: &Status, at: i64) -> String {
-    let millis = u32::try_from((status.now - at).max(0)).unwrap_or(u32::MAX);
-    duration(f64::from(millis) / 1000.0)
+    lasted(at, status.now)
+}
+
+/// The time between two moments in milliseconds since 1970.
+pub(super) fn lasted(from: i64, to: i64) -> String {
+    duration(ratio(u64::try_from(to - from).unwrap_or_default(), 1000))
 }
 
 fn table(rows: &[Vec<String>]) -> String {
@@ -335,6 +339,14 @@ mod tests {
         assert!(text(&status).contains("Current as of: not known while several instances share the partitions\n"));
         status.partitions = None;
         assert!(!text(&status).contains("Current as of"), "it has just started");
+    }
+
+    /// `up` stopped at 49 days and 17 hours.
+    #[test]
+    fn a_time_has_no_upper_limit_and_a_clock_that_is_ahead_does_not_matter() {
+        assert_eq!(lasted(1000, 1000 + 60 * 86_400_000), "60 d 0 h");
+        assert_eq!(lasted(1500, 3000), "1.5 s");
+        assert_eq!(lasted(3000, 1500), "0.0 s");
     }
 
     /// In an outage the same line was printed for each of a dozen rules.

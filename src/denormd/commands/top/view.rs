@@ -16,7 +16,7 @@ use super::{
     theme::Theme,
 };
 use crate::{
-    commands::status::{as_of, led, percentile, role, short_lag, since, unknown},
+    commands::status::{as_of, lasted, led, percentile, role, short_lag, since, unknown},
     status::{InstanceReport, Status},
 };
 use denormd_model::text::duration;
@@ -67,7 +67,7 @@ fn head(model: &Model, columns: usize) -> Vec<Line<'static>> {
     let mut out = vec![title(model, columns)];
     let gone = model.unknown();
     if let Some(Unknown { since, reason, .. }) = &gone {
-        let lasts = duration(seconds(model.now - since));
+        let lasts = lasted(*since, model.now);
         let text = format!("Unknown since {}, for {lasts}: {reason}. Trying again.", clock(*since));
         out.extend(
             lines(&text, columns)
@@ -262,8 +262,4 @@ fn footer(model: &Model, columns: usize) -> Line<'static> {
 fn clock(millis: i64) -> String {
     let text = bson::DateTime::from_millis(millis).try_to_rfc3339_string().unwrap_or_default();
     format!("{} UTC", text.get(11..19).unwrap_or("an unknown time"))
-}
-
-fn seconds(millis: i64) -> f64 {
-    f64::from(u32::try_from(millis.max(0)).unwrap_or(u32::MAX)) / 1000.0
 }
