@@ -543,6 +543,16 @@ fn examples(live: &Live, options: Options) -> serde_json::Value {
     changes.collect()
 }
 
+/// A finding as JSON, for programs.
+pub(super) fn finding_json(finding: &Finding) -> serde_json::Value {
+    serde_json::json!({
+        "rule": finding.rule,
+        "message": finding.message,
+        "command": finding.fix.as_ref().map(|fix| &fix.shell),
+        "hint": finding.hint,
+    })
+}
+
 fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
     let blocked = live.blocked.iter().map(|(rule, why)| serde_json::json!({"rule": rule, "reason": why}));
     let rules = plan.rules.iter().map(|rule| {
@@ -558,19 +568,11 @@ fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
             "live": live.inspections.iter().find(|inspection| inspection.rule == rule.name),
         })
     });
-    let findings = live.findings.iter().map(|finding| {
-        serde_json::json!({
-            "rule": finding.rule,
-            "message": finding.message,
-            "command": finding.fix.as_ref().map(|fix| &fix.shell),
-            "hint": finding.hint,
-        })
-    });
     serde_json::json!({
         "experimental": live.sharded,
         "rules": rules.collect::<Vec<_>>(),
         "applied": live.applied,
-        "findings": findings.collect::<Vec<_>>(),
+        "findings": live.findings.iter().map(finding_json).collect::<Vec<_>>(),
         "warnings": live.suspicions,
         "blocked": blocked.collect::<Vec<_>>(),
         "existing": examples(live, options),

@@ -96,7 +96,7 @@ pub struct ChangedSetting {
 }
 
 /// A setting in force.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Effective {
     /// `http.listen`, or `rules[0]` with a rule's name.
     pub setting: String,
