@@ -118,11 +118,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             run::run(&cli.config, run::load_patiently(&cli.config, &environment).await, true).await
         }
         Command::Run { wait_for_cluster: false } => run::run(&cli.config, loaded()?, false).await,
-        Command::Plan { offline, apply, sample, show_values } => {
-            let options =
-                plan::Options { offline: *offline, apply: *apply, sample: *sample, show_values: *show_values };
-            plan::plan(&loaded()?, output, options).await
-        }
+        Command::Plan(options) => plan::plan(&loaded()?, output, options).await,
         Command::Config => {
             about::config(&loaded()?, output);
             Ok(())

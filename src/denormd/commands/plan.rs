@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt::Write as _};
 use bson::{Bson, Document};
 
 use crate::{
-    cli::Output,
+    cli::{Output, PlanOptions},
     commands::{Failure, compile, context, print, print_as, shown, terminal::fitted},
 };
 use denormd_engine::{
@@ -32,19 +32,6 @@ use denormd_rules::{
     plan::{Keyed, Pair, Plan, Rule, reference::Role},
 };
 
-/// The options of `plan`.
-#[derive(Debug, Clone, Copy)]
-pub struct Options {
-    /// Check the config alone, without a server.
-    pub offline: bool,
-    /// Create what is missing.
-    pub apply: bool,
-    /// Number of targets to sample for each rule.
-    pub sample: u32,
-    /// Show examples of changes, with their values.
-    pub show_values: bool,
-}
-
 /// Results that depend on the cluster.
 #[derive(Default)]
 struct Live {
@@ -62,7 +49,7 @@ struct Live {
 }
 
 /// Describes the rules and their needs; with `apply`, creates what is missing.
-pub async fn plan(loaded: &Loaded, output: Output, options: Options) -> Result<(), Failure> {
+pub async fn plan(loaded: &Loaded, output: Output, options: &PlanOptions) -> Result<(), Failure> {
     let plan = compile(loaded).await?;
     let live = if options.offline { unasked(loaded, &plan) } else { look(loaded, output, &plan, options).await? };
     print_as(output, || fitted(&text(&plan, &live, options)), || json(&plan, &live, options));
@@ -83,7 +70,7 @@ fn unasked(loaded: &Loaded, plan: &Plan) -> Live {
     Live { suspicions: loaded.located(&suspected), ..Live::default() }
 }
 
-async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) -> Result<Live, Failure> {
+async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOptions) -> Result<Live, Failure> {
     let context = context(loaded, plan.clone(), Metrics::new()?).await?;
     let findings = preflight::privileges(&context.server, plan, &loaded.config.state.database).await?;
     let sharded = context.server.is_router().await?;
@@ -225,7 +212,7 @@ async fn clocks(server: &Server) -> Option<Finding> {
     })
 }
 
-fn text(plan: &Plan, live: &Live, options: Options) -> String {
+fn text(plan: &Plan, live: &Live, options: &PlanOptions) -> String {
     let mut out = String::new();
     if live.sharded {
         out.push_str("EXPERIMENTAL: this is a sharded cluster, on which denormd has never run\n\n");
@@ -301,7 +288,7 @@ fn would_block(out: &mut String, nth: usize, (rule, why): &(String, String)) {
 }
 
 /// Describes the effect of the rules on existing data.
-fn existing(out: &mut String, plan: &Plan, live: &Live, options: Options) {
+fn existing(out: &mut String, plan: &Plan, live: &Live, options: &PlanOptions) {
     let counts: Vec<_> = live
         .inspections
         .iter()
@@ -524,7 +511,7 @@ fn steps(count: usize) -> String {
 }
 
 /// The examples for `--show-values`: a few of the changes to existing data, as Extended JSON.
-fn examples(live: &Live, options: Options) -> serde_json::Value {
+fn examples(live: &Live, options: &PlanOptions) -> serde_json::Value {
     let value = |value: &Option<Bson>| value.clone().map(Bson::into_relaxed_extjson);
     let counts =
         live.inspections.iter().filter_map(|inspection| Some((&inspection.rule, inspection.adoption.as_ref()?)));
@@ -553,7 +540,7 @@ pub(super) fn finding_json(finding: &Finding) -> serde_json::Value {
     })
 }
 
-fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
+fn json(plan: &Plan, live: &Live, options: &PlanOptions) -> serde_json::Value {
     let blocked = live.blocked.iter().map(|(rule, why)| serde_json::json!({"rule": rule, "reason": why}));
     let rules = plan.rules.iter().map(|rule| {
         let matches = rule.reference.pairs.iter().map(|pair| (pair.target.to_string(), matched(pair).into()));
