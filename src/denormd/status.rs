@@ -207,6 +207,14 @@ fn names(cause: Cause) -> impl Iterator<Item = &'static str> {
     std::iter::once(cause.name()).chain(cause.former_name())
 }
 
+/// Does the work of each round, a [`TICK`] after that of the one before.
+async fn rounds<F: Future<Output = ()>>(work: impl Fn(u64) -> F) {
+    for round in 0.. {
+        work(round).await;
+        tokio::time::sleep(TICK).await;
+    }
+}
+
 /// Logs an event. The engine logs backfills by itself.
 fn log(event: &Event) {
     let Event { what, text, rules, .. } = event;
@@ -414,28 +422,6 @@ impl Board {
 
     /// Checks the server and this process until `stop`.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
-        let asking = async {
-            loop {
-                self.ask().await;
-                tokio::time::sleep(TICK).await;
-            }
-        };
-        let sharing = async {
-            let mut round = 0_u64;
-            loop {
-                self.share(round).await;
-                round += 1;
-                tokio::time::sleep(TICK).await;
-            }
-        };
-        let probing = async {
-            let mut round = 0_u64;
-            loop {
-                self.probe(round).await;
-                round += 1;
-                tokio::time::sleep(TICK).await;
-            }
-        };
         let journaling = async {
             let mut round = 0_u32;
             loop {
@@ -457,9 +443,9 @@ impl Board {
             }
         };
         tokio::select! {
-            () = asking => {}
-            () = sharing => {}
-            () = probing => {}
+            () = rounds(|_| self.ask()) => {}
+            () = rounds(|round| self.share(round)) => {}
+            () = rounds(|round| self.probe(round)) => {}
             () = ticking => {}
             () = journaling => {}
             () = stop.cancelled() => {}
