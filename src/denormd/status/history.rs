@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use denormd_engine::metrics::Metrics;
+use denormd_model::distribution::ratio;
 
 use super::{
     lag::{Lags, seconds},
@@ -76,8 +77,8 @@ impl Totals {
     fn rates(&self, before: &Self) -> (f64, f64) {
         let elapsed = seconds((self.at - before.at).max(1));
         (
-            count(self.events.saturating_sub(before.events)) / elapsed,
-            count(self.targets.saturating_sub(before.targets)) / elapsed,
+            ratio(self.events.saturating_sub(before.events), 1) / elapsed,
+            ratio(self.targets.saturating_sub(before.targets), 1) / elapsed,
         )
     }
 
@@ -161,7 +162,7 @@ impl History {
         let Some(before) = self.totals.iter().rev().nth(1).or(self.totals.back()) else { return 0.0 };
         let (writes, seconds) = metrics.writes();
         let writes = writes.saturating_sub(before.writes.0);
-        if writes == 0 { 0.0 } else { (seconds - before.writes.1) / count(writes) }
+        if writes == 0 { 0.0 } else { (seconds - before.writes.1) / ratio(writes, 1) }
     }
 
     /// Records the oplog's headroom.
@@ -212,20 +213,14 @@ fn rounded(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
-fn count(n: u64) -> f64 {
-    #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
-    let n = n as f64;
-    n
-}
-
 /// Percentiles of counts by bucket, interpolated linearly within a bucket as Prometheus does.
 fn percentiles(counts: &[u64]) -> Percentiles {
     let total: u64 = counts.iter().sum();
     let quantile = |q: f64| {
-        let rank = q * count(total);
+        let rank = q * ratio(total, 1);
         let (mut below, mut lower) = (0.0, 0.0);
         for (nth, bucket) in counts.iter().enumerate() {
-            let here = count(*bucket);
+            let here = ratio(*bucket, 1);
             let Some(upper) = Metrics::bounds().get(nth) else { return lower };
             if *bucket > 0 && below + here >= rank {
                 return lower + (upper - lower) * ((rank - below) / here);
