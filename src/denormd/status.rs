@@ -511,8 +511,7 @@ impl Board {
         }
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
-        let depth = view.snapshot.as_ref().map_or(0, |snapshot| snapshot.depth);
-        state.history.sample(&self.metrics, &view.lags, depth, now);
+        state.history.sample(&self.metrics, &view.lags, now);
         // Measured back from now, a step of the clock does not change how long ago it was.
         let resumed = state.resumed.map_or(0, |resumed| now - lag::millis(resumed.elapsed().as_secs_f64()));
         if !(timeline::is_stale(now, resumed) && matches!(view.leadership, Leadership::Unknown { .. })) {

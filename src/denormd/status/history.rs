@@ -33,7 +33,7 @@ pub struct History {
     headroom: VecDeque<(i64, f64)>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 struct Point {
     /// Its start, in milliseconds since 1970.
     at: i64,
@@ -41,7 +41,6 @@ struct Point {
     lag: f64,
     /// The largest lag of each rule that was late, and None for each rule whose lag was not known.
     rules: BTreeMap<String, Option<f64>>,
-    depth: usize,
     events_rate: f64,
     targets_rate: f64,
     propagation: Percentiles,
@@ -97,7 +96,7 @@ impl Totals {
 
 impl History {
     /// Takes a sample, about once a second. While nothing is known, there are no points.
-    pub fn sample(&mut self, metrics: &Metrics, lags: &Lags, depth: usize, now: i64) {
+    pub fn sample(&mut self, metrics: &Metrics, lags: &Lags, now: i64) {
         let start = now - now.rem_euclid(STEP);
         if self.totals.is_empty() {
             self.totals.push_back(Totals::now(metrics, now));
@@ -106,17 +105,8 @@ impl History {
             self.close(metrics, now);
         }
         let Some(overall) = lags.overall else { return };
-        let open = self.open.get_or_insert_with(|| Point {
-            at: start,
-            lag: 0.0,
-            rules: BTreeMap::new(),
-            depth: 0,
-            events_rate: 0.0,
-            targets_rate: 0.0,
-            propagation: Percentiles::default(),
-        });
+        let open = self.open.get_or_insert_with(|| Point { at: start, ..Point::default() });
         open.lag = open.lag.max(overall);
-        open.depth = open.depth.max(depth);
         for rule in lags.rules.iter().filter(|rule| !rule.is_known || rule.own > 0.0) {
             let largest = open.rules.entry(rule.name.clone()).or_default();
             if rule.is_known {
@@ -271,7 +261,7 @@ mod tests {
         let lags = Lags { overall: Some(7.0), rules, ..Lags::default() };
         let (metrics, mut history) = (Metrics::new().unwrap(), History::default());
         for now in [0, STEP] {
-            history.sample(&metrics, &lags, 0, now);
+            history.sample(&metrics, &lags, now);
         }
         let json = history.json(-1);
         assert_eq!(json["rules"], serde_json::json!({"idle": [0.0], "late": [7.0], "paused": [null]}));
