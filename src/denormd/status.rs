@@ -465,17 +465,13 @@ impl Board {
         self.state().runs()
     }
 
-    /// Recomputes the gauges.
-    pub fn refresh(&self) {
+    /// The Prometheus exposition text as of now.
+    pub fn expose(&self) -> Result<Vec<u8>> {
         let now = self.metrics.now();
         let mut state = self.state();
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
-    }
-
-    /// The Prometheus exposition text as of now.
-    pub fn expose(&self) -> Result<Vec<u8>> {
-        self.refresh();
+        drop(state);
         self.metrics.expose()
     }
 
