@@ -200,7 +200,7 @@ impl Counters {
     async fn latencies(&mut self, ask: &Ask, namespaces: &[Namespace], unknown: &mut BTreeSet<String>) -> Result<()> {
         for namespace in namespaces {
             let needs = "collStats (latencyStats) on each collection";
-            let reply = ask.figures(namespace, doc! {"$collStats": {"latencyStats": {}}}, needs).await?;
+            let reply = ask.aggregate(namespace, vec![doc! {"$collStats": {"latencyStats": {}}}], needs).await?;
             let Some(reply) = noted(reply, "how often a collection is read", unknown) else { continue };
             let stats = reply.first().and_then(|reply| reply.get_document("latencyStats").ok());
             let ops = |kind: &str| {
@@ -214,7 +214,8 @@ impl Counters {
 
     async fn indexes(&mut self, ask: &Ask, namespaces: &[Namespace], unknown: &mut BTreeSet<String>) -> Result<()> {
         for namespace in namespaces {
-            let rows = ask.figures(namespace, doc! {"$indexStats": {}}, "indexStats on each collection").await?;
+            let needs = "indexStats on each collection";
+            let rows = ask.aggregate(namespace, vec![doc! {"$indexStats": {}}], needs).await?;
             let Some(rows) = noted(rows, "which indexes are used", unknown) else { continue };
             self.indexes.extend(rows.iter().filter_map(|row| {
                 let accesses = row.get_document("accesses").ok()?;
