@@ -40,12 +40,14 @@ pub(super) struct Endpoints {
     limited: [Limit; LIMITED.len()],
 }
 
-impl Endpoints {
-    pub fn new() -> Self {
+impl Default for Endpoints {
+    fn default() -> Self {
         let limit = |path| Limit::new(if path == WAIT { WAITING } else { OPEN });
         Self { monitoring: MONITORING.map(|_| Recent::default()), limited: LIMITED.map(limit) }
     }
+}
 
+impl Endpoints {
     /// Answers the request, or refuses it when its endpoint has too much to do.
     pub async fn answer(&self, request: Request, next: Next) -> Response {
         let path = request.uri().path();
