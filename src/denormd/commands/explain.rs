@@ -18,6 +18,7 @@ use denormd_engine::{
     },
 };
 use denormd_model::{
+    field_path::value_at,
     key::{Key, id_of},
     position::ClusterTime,
 };
@@ -100,7 +101,7 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
     }
     let references = references(context, rule, (&target, &compared), time).await?;
     let of_target = rule.of_target.iter().flat_map(|of_target| &of_target.paths);
-    let read = of_target.map(|path| (path.query(), value_at(&target, &path.query()))).collect();
+    let read = of_target.map(|path| (path.query(), value_at(&target, path.segments()).cloned())).collect();
     if !takes_part {
         notes.push("it does not take part: `target.where` leaves it out, and it keeps what it has".to_owned());
     }
@@ -154,13 +155,6 @@ fn absent(rule: &Rule) -> Error {
     let hint =
         "write it as Extended JSON: 17, '\"text\"', '{\"$oid\": \"…\"}', '{\"$date\": \"2026-09-03T00:00:00Z\"}'";
     Error::new(Kind::Refused, message).hint(hint)
-}
-
-/// The value at a path. Does not look into arrays.
-fn value_at(target: &Document, path: &str) -> Option<Bson> {
-    let mut names = path.split('.');
-    let first = target.get(names.next()?);
-    names.fold(first, |at, name| at?.as_document()?.get(name)).cloned()
 }
 
 /// The sources of each reference that count for this target.
