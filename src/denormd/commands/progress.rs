@@ -3,11 +3,9 @@
 //!
 //! It is written to standard error, so that standard output contains only results.
 
-use std::{
-    io::{IsTerminal, Write},
-    time::Duration,
-};
+use std::{io::IsTerminal, time::Duration};
 
+use crate::commands::notice;
 use denormd_model::{distribution::ratio, text::duration};
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 use tokio::time::Instant;
@@ -72,7 +70,7 @@ impl Progress {
             }
             Form::Lines { said } if said.elapsed() >= EVERY => {
                 *said = Instant::now();
-                say(&line(&self.name, done, total, per_second(first.1, done, first.0.elapsed())));
+                notice(&line(&self.name, done, total, per_second(first.1, done, first.0.elapsed())));
             }
             Form::Lines { .. } => {}
         }
@@ -92,11 +90,6 @@ impl Progress {
             bar.finish_and_clear();
         }
     }
-}
-
-fn say(line: &str) {
-    // Standard error may be closed.
-    writeln!(std::io::stderr(), "{line}").ok();
 }
 
 /// Formats the rate as a whole number, which indicatif does not.
