@@ -215,12 +215,6 @@ pub fn notice(text: &str) {
     writeln!(std::io::stderr(), "{text}").ok();
 }
 
-/// A value as one types it: relaxed Extended JSON on one line.
-#[must_use]
-pub fn shown(value: &Bson) -> String {
-    value.clone().into_relaxed_extjson().to_string()
-}
-
 /// The reason why a rule's targets may not be up to date, by its state.
 #[must_use]
 pub fn state_note(record: Option<&RuleRecord>) -> Option<String> {

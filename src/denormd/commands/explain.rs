@@ -6,7 +6,7 @@ use bson::{Bson, Document, doc};
 
 use crate::{
     cli::Output,
-    commands::{Failure, chosen, connected, meanings, print_as, shown, state_note, terminal::fitted},
+    commands::{Failure, chosen, connected, meanings, print_as, state_note, terminal::fitted},
 };
 use denormd_engine::{
     checkpoint::rule_record::RuleRecord,
@@ -21,6 +21,7 @@ use denormd_model::{
     field_path::value_at,
     key::{Key, id_of},
     position::ClusterTime,
+    text::{shown, shown_or_nothing},
 };
 use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::{
@@ -285,27 +286,27 @@ fn refers(rule: &Rule, Answered { element, key, sources, more }: &Answered) -> S
 }
 
 fn path(out: &mut String, field: &Difference) {
-    let text = |value: &Option<Bson>| value.as_ref().map_or_else(|| "nothing".to_owned(), shown);
     let (expected, stored) = (plain(field.expected.as_ref()), plain(field.stored.as_ref()));
+    let (right, found) = (shown_or_nothing(expected.as_ref()), shown_or_nothing(stored.as_ref()));
     writeln!(out, "    {}", field.path).ok();
     if !field.differs() {
-        writeln!(out, "      expected and stored {}", text(&stored)).ok();
+        writeln!(out, "      expected and stored {found}").ok();
         return;
     }
     match (&expected, &stored) {
-        (Some(Bson::Array(right)), Some(Bson::Array(found))) if text(&expected).len() > LONG => {
-            elements(out, right, found);
+        (Some(Bson::Array(expected)), Some(Bson::Array(stored))) if right.len() > LONG => {
+            elements(out, expected, stored);
         }
         _ => {
-            writeln!(out, "      expected {}", text(&expected)).ok();
-            writeln!(out, "      stored   {}   <- differs", text(&stored)).ok();
+            writeln!(out, "      expected {right}").ok();
+            writeln!(out, "      stored   {found}   <- differs").ok();
         }
     }
 }
 
 /// A value that a `once` rule keeps.
 fn keeps(out: &mut String, field: &Difference) {
-    let text = |value: Option<Bson>| value.map_or_else(|| "nothing".to_owned(), |value| shown(&value));
+    let text = |value: Option<Bson>| shown_or_nothing(value.as_ref());
     writeln!(out, "    {}", field.path).ok();
     writeln!(out, "      stored {}, which `once` never changes again", text(plain(field.stored.as_ref()))).ok();
     if field.differs() {
@@ -318,14 +319,13 @@ fn elements(out: &mut String, right: &[Bson], found: &[Bson]) {
     writeln!(out, "      expected {} elements, stored {}   <- differs", right.len(), found.len()).ok();
     let differing: Vec<usize> =
         (0..right.len().max(found.len())).filter(|nth| right.get(*nth) != found.get(*nth)).collect();
-    let text = |value: Option<&Bson>| value.map_or_else(|| "nothing".to_owned(), shown);
     for nth in differing.iter().take(SHOWN) {
-        writeln!(out, "        element {nth}: expected {}", text(right.get(*nth))).ok();
+        writeln!(out, "        element {nth}: expected {}", shown_or_nothing(right.get(*nth))).ok();
         writeln!(
             out,
             "        {:width$}  stored   {}",
             "",
-            text(found.get(*nth)),
+            shown_or_nothing(found.get(*nth)),
             width = format!("element {nth}").len()
         )
         .ok();

@@ -6,7 +6,7 @@ use bson::{Bson, Document};
 
 use crate::{
     cli::{Output, PlanOptions},
-    commands::{Failure, compile, context, print, print_as, shown, terminal::fitted},
+    commands::{Failure, compile, context, print, print_as, terminal::fitted},
 };
 use denormd_engine::{
     checkpoint::earlier,
@@ -24,7 +24,7 @@ use denormd_engine::{
 };
 use denormd_model::{
     key::whole_number,
-    text::{counted, span},
+    text::{counted, shown, shown_or_nothing, span},
 };
 use denormd_mongo::{Server, code, error::Kind, skew};
 use denormd_rules::{
@@ -353,17 +353,17 @@ fn changes(figures: &Figures) -> String {
 }
 
 fn example(change: &Change) -> String {
-    let value = |value: &Option<Bson>| value.as_ref().map_or_else(|| "nothing".to_owned(), shown);
     let Change { kind, target, path, stored, expected } = change;
+    let (stored, expected) = (shown_or_nothing(stored.as_ref()), shown_or_nothing(expected.as_ref()));
     let verb = match kind {
         ChangeKind::Add => "add",
         ChangeKind::Overwrite => "overwrite",
         ChangeKind::Remove => "remove",
         ChangeKind::Delete => {
-            return format!("delete {}, or its element with `{path}`: {}", shown(target), value(stored));
+            return format!("delete {}, or its element with `{path}`: {stored}", shown(target));
         }
     };
-    format!("{verb} `{path}` of {}: {} -> {}", shown(target), value(stored), value(expected))
+    format!("{verb} `{path}` of {}: {stored} -> {expected}", shown(target))
 }
 
 /// The reason why a rule would be blocked. A rule that already runs with this definition has been agreed to.

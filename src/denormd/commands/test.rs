@@ -9,10 +9,10 @@ use secrecy::SecretString;
 
 use crate::{
     cli::Output,
-    commands::{Failure, compile, print, print_as, shown},
+    commands::{Failure, compile, print, print_as},
     dry_run::{self, Differs, Obstacle},
 };
-use denormd_model::{key::Key, namespace::Namespace};
+use denormd_model::{key::Key, namespace::Namespace, text::shown};
 use denormd_mongo::connect;
 use denormd_mql::{Collections, EvalError};
 use denormd_rules::{
