@@ -74,20 +74,10 @@ impl Ask {
         known(answer.map_err(Error::from), needs, database, started)
     }
 
-    /// Reads the statistics of a collection through a stage such as `$collStats` or `$indexStats`.
-    pub async fn figures(&self, ns: &Namespace, stage: Document, needs: &str) -> Result<Known<Vec<Document>>> {
-        self.aggregate(ns, vec![stage], needs).await
-    }
-
     /// Lists the collections of a database.
     pub async fn collections(&self, database: &str) -> Result<Vec<Document>> {
         let command = doc! {"listCollections": 1, "authorizedCollections": false};
-        let mut cursor = self.client.database(database).run_cursor_command(command).await?;
-        let mut found = Vec::new();
-        while let Some(info) = cursor.try_next().await? {
-            found.push(info);
-        }
-        Ok(found)
+        Ok(self.client.database(database).run_cursor_command(command).await?.try_collect().await?)
     }
 }
 

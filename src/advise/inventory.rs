@@ -170,7 +170,7 @@ struct Stats {
 
 async fn stats(ask: &Ask, namespace: &Namespace) -> Result<Stats> {
     let stage = doc! {"$collStats": {"storageStats": {}}};
-    if let Ok(reply) = ask.figures(namespace, stage, "collStats").await? {
+    if let Ok(reply) = ask.aggregate(namespace, vec![stage], "collStats").await? {
         let storage = reply.first().and_then(|reply| reply.get_document("storageStats").ok());
         let number = |name: &str| storage.and_then(|storage| storage.get(name)).map_or(0, number);
         return Ok(Stats { count: number("count"), bytes: number("size"), index_bytes: number("totalIndexSize") });

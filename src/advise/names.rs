@@ -1,6 +1,6 @@
 //! Compares the names of fields and collections: `product_id` suggests `products`, `hostId` suggests `hosts`. Pure.
 
-use denormd_model::field_path::{FieldPath, Segment};
+use denormd_model::field_path::FieldPath;
 
 /// Words at the end of a field's name that mark it as a reference without naming the referenced collection.
 const REFERRING: [&str; 9] = ["id", "key", "ref", "oid", "uuid", "code", "no", "number", "fk"];
@@ -12,9 +12,8 @@ const COMMON: [&str; 8] = ["id", "name", "title", "type", "status", "description
 pub fn speaks_of(path: &FieldPath, collection: &str, key: &FieldPath) -> bool {
     let (wanted, found) = (words(collection), meaning(path));
     let same_key = || {
-        let (path, key) = (names(path), names(key));
-        path.last() == key.last()
-            && path.last().is_some_and(|name| *name != "_id" && !COMMON.contains(&name.to_lowercase().as_str()))
+        let (path, key) = (path.names().next_back(), key.names().next_back());
+        path == key && path.is_some_and(|name| name != "_id" && !COMMON.contains(&name.to_lowercase().as_str()))
     };
     (!wanted.is_empty() && found.ends_with(&wanted)) || same_key()
 }
@@ -56,13 +55,12 @@ const PERSONAL: [&str; 23] = [
 /// True if a field's name suggests personal or secret data.
 #[must_use]
 pub fn looks_personal(path: &FieldPath) -> bool {
-    let said = |name: &&str| words(name).iter().any(|word| PERSONAL.contains(&word.as_str()));
-    names(path).iter().any(said)
+    path.names().any(|name| words(name).iter().any(|word| PERSONAL.contains(&word.as_str())))
 }
 
 /// The words of the innermost name that is left with any after the reference words are removed.
 fn meaning(path: &FieldPath) -> Vec<String> {
-    for name in names(path).iter().rev() {
+    for name in path.names().rev() {
         let mut words = words(name);
         while words.last().is_some_and(|word| REFERRING.contains(&word.as_str())) {
             words.pop();
@@ -72,14 +70,6 @@ fn meaning(path: &FieldPath) -> Vec<String> {
         }
     }
     Vec::new()
-}
-
-fn names(path: &FieldPath) -> Vec<&str> {
-    let names = path.segments().iter().filter_map(|segment| match segment {
-        Segment::Name(name) => Some(name.as_str()),
-        Segment::Each => None,
-    });
-    names.collect()
 }
 
 /// The words of a name, lower case and singular: `[user, profile]` of `UserProfiles` and of `user_profiles`.

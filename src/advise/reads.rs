@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use denormd_model::{
     clock,
-    distribution::{Unknown, number},
+    distribution::{Known, Unknown, number},
     namespace::Namespace,
     text::{counted, duration},
 };
@@ -191,77 +191,66 @@ impl Observation {
     }
 }
 
+/// The answer; without one, notes the figures that are `unknown`, and the reason.
+fn noted<T>(answer: Known<T>, what: &str, unknown: &mut BTreeSet<String>) -> Option<T> {
+    answer.map_err(|Unknown(why)| unknown.insert(format!("{what}: {why}"))).ok()
+}
+
 impl Counters {
     async fn latencies(&mut self, ask: &Ask, namespaces: &[Namespace], unknown: &mut BTreeSet<String>) -> Result<()> {
         for namespace in namespaces {
             let needs = "collStats (latencyStats) on each collection";
-            match ask.figures(namespace, doc! {"$collStats": {"latencyStats": {}}}, needs).await? {
-                Ok(reply) => {
-                    let stats = reply.first().and_then(|reply| reply.get_document("latencyStats").ok());
-                    let ops = |kind: &str| {
-                        let kind = stats.and_then(|stats| stats.get_document(kind).ok());
-                        kind.and_then(|kind| kind.get("ops")).map_or(0, number)
-                    };
-                    self.latency.insert(namespace.clone(), (ops("reads"), ops("writes")));
-                }
-                Err(Unknown(why)) => {
-                    unknown.insert(format!("how often a collection is read: {why}"));
-                }
-            }
+            let reply = ask.aggregate(namespace, vec![doc! {"$collStats": {"latencyStats": {}}}], needs).await?;
+            let Some(reply) = noted(reply, "how often a collection is read", unknown) else { continue };
+            let stats = reply.first().and_then(|reply| reply.get_document("latencyStats").ok());
+            let ops = |kind: &str| {
+                let kind = stats.and_then(|stats| stats.get_document(kind).ok());
+                kind.and_then(|kind| kind.get("ops")).map_or(0, number)
+            };
+            self.latency.insert(namespace.clone(), (ops("reads"), ops("writes")));
         }
         Ok(())
     }
 
     async fn indexes(&mut self, ask: &Ask, namespaces: &[Namespace], unknown: &mut BTreeSet<String>) -> Result<()> {
         for namespace in namespaces {
-            match ask.figures(namespace, doc! {"$indexStats": {}}, "indexStats on each collection").await? {
-                Ok(rows) => self.indexes.extend(rows.iter().filter_map(|row| {
-                    let accesses = row.get_document("accesses").ok()?;
-                    let since = accesses.get_datetime("since").ok()?;
-                    let age = clock::wall_millis() - since.timestamp_millis();
-                    let age = Duration::from_millis(u64::try_from(age).unwrap_or_default()).as_secs_f64();
-                    let name = row.get_str("name").ok()?.to_owned();
-                    Some(((namespace.clone(), name), (accesses.get("ops").map_or(0, number), age)))
-                })),
-                Err(Unknown(why)) => {
-                    unknown.insert(format!("which indexes are used: {why}"));
-                }
-            }
+            let needs = "indexStats on each collection";
+            let rows = ask.aggregate(namespace, vec![doc! {"$indexStats": {}}], needs).await?;
+            let Some(rows) = noted(rows, "which indexes are used", unknown) else { continue };
+            self.indexes.extend(rows.iter().filter_map(|row| {
+                let accesses = row.get_document("accesses").ok()?;
+                let since = accesses.get_datetime("since").ok()?;
+                let age = clock::wall_millis() - since.timestamp_millis();
+                let age = Duration::from_millis(u64::try_from(age).unwrap_or_default()).as_secs_f64();
+                let name = row.get_str("name").ok()?.to_owned();
+                Some(((namespace.clone(), name), (accesses.get("ops").map_or(0, number), age)))
+            }));
         }
         Ok(())
     }
 
     async fn top(&mut self, ask: &Ask, unknown: &mut BTreeSet<String>) -> Result<()> {
-        match ask.command("admin", doc! {"top": 1}, "top on the cluster").await? {
-            Ok(reply) => {
-                let totals = reply.get_document("totals").cloned().unwrap_or_default();
-                self.top = totals
-                    .iter()
-                    .filter_map(|(name, totals)| {
-                        let (database, collection) = name.split_once('.')?;
-                        let namespace = Namespace { database: database.to_owned(), collection: collection.to_owned() };
-                        let total = totals.as_document()?.get_document("total").ok()?;
-                        Some((namespace, total.get("time").map_or(0, number)))
-                    })
-                    .collect();
-            }
-            Err(Unknown(why)) => {
-                unknown.insert(format!("where the time goes: {why}"));
-            }
-        }
+        let reply = ask.command("admin", doc! {"top": 1}, "top on the cluster").await?;
+        let Some(reply) = noted(reply, "where the time goes", unknown) else { return Ok(()) };
+        let totals = reply.get_document("totals").cloned().unwrap_or_default();
+        self.top = totals
+            .iter()
+            .filter_map(|(name, totals)| {
+                let (database, collection) = name.split_once('.')?;
+                let namespace = Namespace { database: database.to_owned(), collection: collection.to_owned() };
+                let total = totals.as_document()?.get_document("total").ok()?;
+                Some((namespace, total.get("time").map_or(0, number)))
+            })
+            .collect();
         Ok(())
     }
 
     async fn status(&mut self, ask: &Ask, unknown: &mut BTreeSet<String>) -> Result<()> {
         let command = doc! {"serverStatus": 1, "repl": 0, "locks": 0, "tcmalloc": 0, "transactions": 0};
-        match ask.command("admin", command, "serverStatus on the cluster").await? {
-            Ok(status) => {
-                self.uptime = denormd_model::distribution::ratio(status.get("uptimeMillis").map_or(0, number), 1000);
-                self.status = Some(status);
-            }
-            Err(Unknown(why)) => {
-                unknown.insert(format!("the share of $lookup, and the cache: {why}"));
-            }
+        let status = ask.command("admin", command, "serverStatus on the cluster").await?;
+        if let Some(status) = noted(status, "the share of $lookup, and the cache", unknown) {
+            self.uptime = denormd_model::distribution::ratio(status.get("uptimeMillis").map_or(0, number), 1000);
+            self.status = Some(status);
         }
         Ok(())
     }
@@ -324,15 +313,11 @@ impl Reads {
 
     /// Adds the latest slow queries of a member's log.
     async fn log(&mut self, ask: &Ask) -> Result<()> {
-        match ask.command("admin", doc! {"getLog": "global"}, "getLog on the cluster").await? {
-            Ok(reply) => {
-                self.log_read = true;
-                let lines = reply.get_array("log").map(Vec::as_slice).unwrap_or_default();
-                self.slow.extend(lines.iter().filter_map(Bson::as_str).filter_map(slow_query));
-            }
-            Err(Unknown(why)) => {
-                self.unknown.insert(format!("what slow queries look like: {why}"));
-            }
+        let reply = ask.command("admin", doc! {"getLog": "global"}, "getLog on the cluster").await?;
+        if let Some(reply) = noted(reply, "what slow queries look like", &mut self.unknown) {
+            self.log_read = true;
+            let lines = reply.get_array("log").map(Vec::as_slice).unwrap_or_default();
+            self.slow.extend(lines.iter().filter_map(Bson::as_str).filter_map(slow_query));
         }
         Ok(())
     }

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::{
     advice::{Advice, RULES_OF_THUMB, bytes, count, counted, distribution, figure},
+    draft::collection as name,
     facts::{Form, Relationship},
     inventory::Collection,
     report::Report,
@@ -198,10 +199,6 @@ fn tail(out: &mut String, report: &Report) {
         }
     }
     out.push_str("`denormd init` writes the rules above into a file of their own.\n");
-}
-
-fn name(namespace: &denormd_model::namespace::Namespace, default: Option<&str>) -> String {
-    super::draft::collection(namespace, default)
 }
 
 fn item(out: &mut String, text: &str) {

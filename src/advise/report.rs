@@ -236,10 +236,7 @@ fn of_rules(plan: &Plan, notes: &mut Vec<String>) -> Vec<Link> {
         // The referring side is the one that is not matched by its `_id`, or else the one with an array.
         let source_refers = target.path.to_string() == "_id" || (source.path.has_each() && !target.path.has_each());
         let (holder, held) = if source_refers { (source, target) } else { (target, source) };
-        let link = Link { holder, held, found: Evidence::Told, copies: Vec::new() };
-        if !links.contains(&link) {
-            links.push(link);
-        }
+        links.push(Link { holder, held, found: Evidence::Told, copies: Vec::new() });
     }
     links
 }
@@ -260,10 +257,7 @@ fn joined_by_lookups(inspection: &Inventory, reads: &Reads) -> Vec<Link> {
             let foreign = End { namespace: from, path: foreign };
             let backwards = local.path.to_string() == "_id" || (foreign.path.has_each() && !local.path.has_each());
             let (holder, held) = if backwards { (foreign, local) } else { (local, foreign) };
-            let link = Link { holder, held, found: Evidence::Joined, copies: Vec::new() };
-            if !links.contains(&link) {
-                links.push(link);
-            }
+            links.push(Link { holder, held, found: Evidence::Joined, copies: Vec::new() });
         }
     }
     links

@@ -2,7 +2,7 @@
 //! the names of changed fields.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
@@ -10,7 +10,11 @@ use bson::{Document, RawDocument, Timestamp, doc};
 use mongodb::options::CursorType;
 use tokio::time::Instant;
 
-use denormd_model::{field_path::FieldPath, namespace::Namespace, position::token_time};
+use denormd_model::{
+    field_path::FieldPath,
+    namespace::Namespace,
+    position::{ClusterTime, token_time},
+};
 use denormd_mongo::{
     code,
     error::{Error, Kind, Result},
@@ -43,7 +47,7 @@ pub struct History {
     /// Number of change events.
     pub events: u64,
     /// The changes, by collection.
-    pub collections: HashMap<Namespace, Changes>,
+    pub collections: BTreeMap<Namespace, Changes>,
 }
 
 /// The changes of one collection.
@@ -58,7 +62,7 @@ pub struct Changes {
     /// Number of deleted documents.
     pub deletes: u64,
     /// Number of updates by field; array indexes are `$[]`.
-    pub fields: HashMap<String, u64>,
+    pub fields: BTreeMap<String, u64>,
 }
 
 impl History {
@@ -153,7 +157,7 @@ pub async fn history(ask: &Ask, namespaces: &[Namespace], bounds: &Advise) -> Re
         match read(ask, namespaces, from, end, bounds).await {
             Ok(history) => return Ok(Ok(history)),
             Err(error) if error.kind == Kind::HistoryLost || is_overtaken(&error) => {}
-            Err(error) if error.lacks_privilege() => {
+            Err(error) if error.kind == Kind::Privilege => {
                 refused = Unknown(
                     "needs the privilege changeStream on all databases (or on each that is looked at)".to_owned(),
                 );
@@ -173,7 +177,7 @@ async fn starts(ask: &Ask, end: u32) -> Result<Vec<u32>> {
         Ok(entry) => entry.and_then(|entry| entry.get_timestamp("ts").ok()).map(|ts| ts.time),
         // Reading the oplog takes a separate privilege. Without it, opening change streams shows how far back it
         // reaches.
-        Err(error) if error.lacks_privilege() || error.is_refusal() || is_overtaken(&error) => None,
+        Err(error) if matches!(error.kind, Kind::Privilege | Kind::Refused) || is_overtaken(&error) => None,
         Err(error) => return Err(error),
     };
     let tried = REACHES.iter().map(|reach| end.saturating_sub(*reach));
@@ -245,35 +249,28 @@ async fn read_database(
         let reached = reached.and_then(|token| Document::try_from(token.to_owned()).ok());
         if let Some(time) = reached.as_ref().and_then(token_time) {
             history.to = history.to.max(time.seconds);
-        }
-        if history.to >= end.time && history.to > 0 && reached_end(reached.as_ref(), end) {
-            history.to = end.time;
-            break;
+            if time >= ClusterTime::from(end) {
+                history.to = end.time;
+                break;
+            }
         }
     }
     Ok(history)
 }
 
-fn reached_end(token: Option<&Document>, end: Timestamp) -> bool {
-    token.and_then(token_time).is_some_and(|time| (time.seconds, time.increment) >= (end.time, end.increment))
-}
-
 /// The history as JSON, for programs.
 #[must_use]
 pub fn json(history: &History) -> serde_json::Value {
-    let mut collections: Vec<_> = history.collections.iter().collect();
-    collections.sort_by(|a, b| a.0.cmp(b.0));
     let changes = |(namespace, changes): (&Namespace, &Changes)| {
-        let fields: std::collections::BTreeMap<_, _> = changes.fields.iter().collect();
         let value = serde_json::json!({
             "inserts": changes.inserts, "updates": changes.updates, "replaces": changes.replaces,
-            "deletes": changes.deletes, "fields": fields,
+            "deletes": changes.deletes, "fields": changes.fields,
         });
         (namespace.to_string(), value)
     };
     serde_json::json!({
         "seconds": history.seconds(), "complete": history.is_complete(), "events": history.events,
-        "collections": collections.into_iter().map(changes).collect::<serde_json::Map<_, _>>(),
+        "collections": history.collections.iter().map(changes).collect::<serde_json::Map<_, _>>(),
     })
 }
 

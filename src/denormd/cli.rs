@@ -9,7 +9,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use crate::server::client::Address;
 use denormd_rules::config;
 
-pub use operator::{CheckOptions, DeadLetters, Letters};
+pub use operator::{CheckOptions, DeadLetters, Letters, PlanOptions};
 
 /// Keeps the fields you copy between MongoDB collections equal to their source.
 #[derive(Debug, Parser)]
@@ -203,20 +203,7 @@ how many existing values it would add to, overwrite and remove. It ends with `re
 mistake, or with a numbered list of what to do.
 
 Exit status: 0 ready, with warnings or without, 1 failed, 2 usage or config error, 4 not ready: something must be done first, or a rule would be blocked.")]
-    Plan {
-        /// Check the config alone, without a server.
-        #[arg(long, conflicts_with = "apply")]
-        offline: bool,
-        /// Carry out the commands that plan prints.
-        #[arg(long)]
-        apply: bool,
-        /// Number of targets to draw at random for each rule; 0 for none.
-        #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=100_000))]
-        sample: u32,
-        /// Show examples of existing values that would be added, overwritten or removed.
-        #[arg(long)]
-        show_values: bool,
-    },
+    Plan(PlanOptions),
     /// Runs the rules on documents in files, and compares the results with those the files expect. Needs no server.
     #[command(after_help = "Examples:
   denormd test --config shop.yaml tests/shop.yaml        every case of the file

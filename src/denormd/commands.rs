@@ -118,11 +118,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             run::run(&cli.config, run::load_patiently(&cli.config, &environment).await, true).await
         }
         Command::Run { wait_for_cluster: false } => run::run(&cli.config, loaded()?, false).await,
-        Command::Plan { offline, apply, sample, show_values } => {
-            let options =
-                plan::Options { offline: *offline, apply: *apply, sample: *sample, show_values: *show_values };
-            plan::plan(&loaded()?, output, options).await
-        }
+        Command::Plan(options) => plan::plan(&loaded()?, output, options).await,
         Command::Config => {
             about::config(&loaded()?, output);
             Ok(())
@@ -217,12 +213,6 @@ pub fn print_as(output: Output, text: impl FnOnce() -> String, json: impl FnOnce
 pub fn notice(text: &str) {
     // Standard error may be closed.
     writeln!(std::io::stderr(), "{text}").ok();
-}
-
-/// A value as one types it: relaxed Extended JSON on one line.
-#[must_use]
-pub fn shown(value: &Bson) -> String {
-    value.clone().into_relaxed_extjson().to_string()
 }
 
 /// The reason why a rule's targets may not be up to date, by its state.

@@ -90,7 +90,7 @@ impl From<Error> for Stop {
 }
 
 /// One target after the rule is applied; None if the rule deletes it.
-fn apply(plan: &Plan, rule: &Rule, collections: &Collections, target: Document) -> Result<Option<Document>, Stop> {
+fn apply(plan: &Plan, rule: &Rule, collections: &Collections, mut target: Document) -> Result<Option<Document>, Stop> {
     if let Some(filter) = &rule.target.filter
         && !denormd_mql::matches(filter, &target)?
     {
@@ -113,7 +113,8 @@ fn apply(plan: &Plan, rule: &Rule, collections: &Collections, target: Document) 
     }
     rows.no_input = no_input(rule, collections)?;
     rows.held = create::held_by_others(plan, rule, collections, &wanted)?;
-    let target = if target.contains_key(ABSENT) { create::inserted(&target) } else { target };
+    // A stand-in becomes the document that it stands for, as it is before the rule sets its paths.
+    target.remove(ABSENT);
     let compared = compare::one(rule, &rows, &target, references, &|_| true)?;
     if let Some(place) = compared.in_the_way(rule, &target) {
         let why = format!("`{place}` of the target is no subdocument, and the rule writes below it");

@@ -207,6 +207,14 @@ fn names(cause: Cause) -> impl Iterator<Item = &'static str> {
     std::iter::once(cause.name()).chain(cause.former_name())
 }
 
+/// Does the work of each round, a [`TICK`] after that of the one before.
+async fn rounds<F: Future<Output = ()>>(work: impl Fn(u64) -> F) {
+    for round in 0.. {
+        work(round).await;
+        tokio::time::sleep(TICK).await;
+    }
+}
+
 /// Logs an event. The engine logs backfills by itself.
 fn log(event: &Event) {
     let Event { what, text, rules, .. } = event;
@@ -411,28 +419,6 @@ impl Board {
 
     /// Checks the server and this process until `stop`.
     pub async fn watch(self: Arc<Self>, stop: CancellationToken) {
-        let asking = async {
-            loop {
-                self.ask().await;
-                tokio::time::sleep(TICK).await;
-            }
-        };
-        let sharing = async {
-            let mut round = 0_u64;
-            loop {
-                self.share(round).await;
-                round += 1;
-                tokio::time::sleep(TICK).await;
-            }
-        };
-        let probing = async {
-            let mut round = 0_u64;
-            loop {
-                self.probe(round).await;
-                round += 1;
-                tokio::time::sleep(TICK).await;
-            }
-        };
         let journaling = async {
             let mut round = 0_u32;
             loop {
@@ -454,9 +440,9 @@ impl Board {
             }
         };
         tokio::select! {
-            () = asking => {}
-            () = sharing => {}
-            () = probing => {}
+            () = rounds(|_| self.ask()) => {}
+            () = rounds(|round| self.share(round)) => {}
+            () = rounds(|round| self.probe(round)) => {}
             () = ticking => {}
             () = journaling => {}
             () = stop.cancelled() => {}
@@ -476,17 +462,13 @@ impl Board {
         self.state().runs()
     }
 
-    /// Recomputes the gauges.
-    pub fn refresh(&self) {
+    /// The Prometheus exposition text as of now.
+    pub fn expose(&self) -> Result<Vec<u8>> {
         let now = self.metrics.now();
         let mut state = self.state();
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
-    }
-
-    /// The Prometheus exposition text as of now.
-    pub fn expose(&self) -> Result<Vec<u8>> {
-        self.refresh();
+        drop(state);
         self.metrics.expose()
     }
 
@@ -522,8 +504,7 @@ impl Board {
         }
         let view = self.view(&state, now);
         self.publish(&mut state, &view, now);
-        let depth = view.snapshot.as_ref().map_or(0, |snapshot| snapshot.depth);
-        state.history.sample(&self.metrics, &view.lags, depth, now);
+        state.history.sample(&self.metrics, &view.lags, now);
         // Measured back from now, a step of the clock does not change how long ago it was.
         let resumed = state.resumed.map_or(0, |resumed| now - lag::millis(resumed.elapsed().as_secs_f64()));
         if !(timeline::is_stale(now, resumed) && matches!(view.leadership, Leadership::Unknown { .. })) {

@@ -11,10 +11,11 @@ use denormd_model::{
     clock,
     key::Key,
     partition::Partition,
+    position::ClusterTime,
     stored_key::{loaded, loaded_value, stored, stored_value},
 };
 use denormd_mongo::{
-    Reads, Server, bounded, code,
+    Server, bounded, code,
     error::{Error, Result},
     text,
 };
@@ -178,7 +179,7 @@ impl DeadLetters {
             // The reason is only for display.
             "projection": {"reason": 0, "path": 0},
         };
-        let (rows, _) = server.pages(&self.database, command, Reads::default()).await?.up_to(bytes).await?;
+        let (rows, _) = server.pages(&self.database, command, ClusterTime::default()).await?.up_to(bytes).await?;
         let stored = rows.iter().map(|row| text::unescaped(row.clone()));
         let dead_letters = stored.map(|row| Ok(DeadLetter::read(Document::try_from(row.as_ref())?)));
         let dead_letters = dead_letters.collect::<Result<Vec<_>>>()?;

@@ -390,7 +390,7 @@ async fn lead(
             Err(error) => {
                 held.release().await;
                 // The privilege existed at startup, so the password is probably being changed and its file will follow.
-                return if error.lacks_privilege() { Ok(Ended::Unfit(error)) } else { Err(error) };
+                return if error.kind == Kind::Privilege { Ok(Ended::Unfit(error)) } else { Err(error) };
             }
         };
         follows(&handle, std::mem::take(&mut first));

@@ -19,7 +19,7 @@ use denormd_rules::{
     config::ConfigPath,
     plan::{
         Plan, Rule, RuleId, Values,
-        privileges::{self, Privilege, Resource},
+        privileges::{self, Privilege},
         reference::Role,
     },
 };
@@ -164,7 +164,7 @@ pub async fn privileges(server: &Server, plan: &Plan, state: &str) -> Result<Vec
     let missing = privileges::missing(&privileges::needed(plan, state), &has);
     let finding = |privilege: &Privilege| {
         let actions: Vec<&str> = privilege.actions.iter().copied().collect();
-        let Resource { database, collection } = &privilege.resource;
+        let Namespace { database, collection } = &privilege.resource;
         let place = match (database.as_str(), collection.as_str()) {
             (database, "") => format!("the database `{database}`"),
             (database, collection) => format!("`{database}.{collection}`"),
@@ -193,10 +193,8 @@ pub async fn apply(server: &Server, fix: &Fix) -> Result<()> {
 }
 
 async fn collection_info(server: &Server, namespace: &Namespace) -> Result<Option<Document>> {
-    let command = doc! {"listCollections": 1, "filter": {"name": &namespace.collection}};
-    let reply = server.database(&namespace.database).run_command(command).await?;
-    let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
-    Ok(batch.ok().and_then(|batch| batch.first()).and_then(Bson::as_document).cloned())
+    let options = doc! {"filter": {"name": &namespace.collection}};
+    Ok(server.listed(&namespace.database, options).await?.into_iter().next())
 }
 
 async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>> {
@@ -220,7 +218,7 @@ async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>
         }
         // A view has no indexes.
         Err(error) => match Error::from(error) {
-            error if error.is_refusal() => Ok(Vec::new()),
+            error if error.kind == Kind::Refused => Ok(Vec::new()),
             error => Err(error),
         },
     }
@@ -367,10 +365,7 @@ struct Misspelt {
 
 /// Checks if the name of a collection that does not exist, or of its database, is probably misspelt.
 async fn misspelt(server: &Server, namespace: &Namespace) -> Result<Option<Misspelt>> {
-    let command = doc! {"listCollections": 1, "nameOnly": true};
-    let rows: Vec<Document> =
-        server.database(&namespace.database).run_cursor_command(command).await?.try_collect().await?;
-    let names: Vec<String> = rows.iter().filter_map(|row| row.get_str("name").ok().map(ToOwned::to_owned)).collect();
+    let names = server.collections(&namespace.database).await?;
     let database = names.is_empty();
     let meant = if database {
         nearest(&namespace.database, &server.databases().await)
@@ -541,7 +536,7 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
         // No document is read, so the text only quotes the rule.
         let text = server_text(&refused).map(|text| format!(": {text}")).unwrap_or_default();
         match Error::from(refused) {
-            error if error.is_refusal() => {
+            error if error.kind == Kind::Refused => {
                 let mut finding = Finding::new(
                     rule,
                     format!("the server refuses the rule's expressions or filters: {}{text}", error.message),
@@ -570,7 +565,7 @@ async fn refused_value(server: &Server, rule: &Rule) -> Result<Option<ConfigPath
         let asked = server.database(&rule.source.namespace.database).run_command(over_no_documents(command)).await;
         match asked.map_err(Error::from) {
             Ok(_) => {}
-            Err(error) if error.is_refusal() => return Ok(Some(place)),
+            Err(error) if error.kind == Kind::Refused => return Ok(Some(place)),
             Err(error) => return Err(error),
         }
     }

@@ -20,7 +20,7 @@ use crate::{
     reconcile::Context,
 };
 use denormd_model::rule_state::RuleState;
-use denormd_mongo::error::{Error, Result};
+use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::plan::RuleId;
 
 /// Interval between checks for unavailable rules.
@@ -46,7 +46,7 @@ pub async fn sort(context: &Context, all: Vec<Finding>) -> Result<Lacking> {
     let (state, deployment) = (&context.dead_letters.database, &context.dead_letters.deployment);
     let have_run = match earlier::have_run(&context.server, state, deployment, &context.plan).await {
         // Without the privilege to read the state, every rule is treated as new. The findings name it.
-        Err(error) if error.lacks_privilege() => BTreeSet::new(),
+        Err(error) if error.kind == Kind::Privilege => BTreeSet::new(),
         have_run => have_run?,
     };
     let mut lacking = Lacking::default();

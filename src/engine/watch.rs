@@ -26,7 +26,7 @@ use denormd_model::{
     position::{ClusterTime, Position, token_time},
 };
 use denormd_mongo::{
-    Batches, Reads, Server, code,
+    Batches, Server, code,
     error::{Error, Kind, Result},
     text,
 };
@@ -159,9 +159,9 @@ pub async fn nested(server: &Server, plan: &Plan) -> Result<BTreeSet<Namespace>>
                 "find": &namespace.collection, "filter": {"$or": is_document.collect::<Vec<_>>()}, "limit": 1,
                 "projection": {"_id": 1}, "maxTimeMS": LOOK_FOR_NESTED,
             };
-            match server.read(&database, command, Reads { after }).await {
+            match server.read(&database, command, after).await {
                 Ok(found) if found.is_empty() => {}
-                Err(error) if error.is_transient() && !error.is_read_timeout() => return Err(error),
+                Err(error) if error.is_transient() && error.kind != Kind::ReadTimedOut => return Err(error),
                 Ok(_) | Err(_) => drop(nested.insert(namespace)),
             }
         }

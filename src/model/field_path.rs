@@ -3,6 +3,7 @@
 use std::fmt;
 
 use bson::{Bson, Document};
+use serde::{Deserialize, Serialize};
 
 /// One step of a [`FieldPath`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -13,8 +14,20 @@ pub enum Segment {
     Each,
 }
 
+impl Segment {
+    /// The name of the field; None for `$[]`.
+    #[must_use]
+    pub fn name(&self) -> Option<&str> {
+        match self {
+            Self::Name(name) => Some(name),
+            Self::Each => None,
+        }
+    }
+}
+
 /// A path from a document's root to a field: `parts.$[].name`. It has at least one segment and does not start with `$[]`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct FieldPath(Vec<Segment>);
 
 /// Reason why a text is not a path.
@@ -106,6 +119,11 @@ impl FieldPath {
         &self.0
     }
 
+    /// The names of the fields on the path, first to last: without `$[]`.
+    pub fn names(&self) -> impl DoubleEndedIterator<Item = &str> {
+        self.0.iter().filter_map(Segment::name)
+    }
+
     /// True if the path runs through the elements of an array.
     #[must_use]
     pub fn has_each(&self) -> bool {
@@ -128,24 +146,13 @@ impl FieldPath {
     /// The name of the top-level field.
     #[must_use]
     pub fn root(&self) -> &str {
-        match self.0.first() {
-            Some(Segment::Name(name)) => name,
-            Some(Segment::Each) | None => "",
-        }
+        self.names().next().unwrap_or_default()
     }
 
     /// The path as a query or an index names it: without `$[]`.
     #[must_use]
     pub fn query(&self) -> String {
-        let names: Vec<&str> = self
-            .0
-            .iter()
-            .filter_map(|s| match s {
-                Segment::Name(name) => Some(name.as_str()),
-                Segment::Each => None,
-            })
-            .collect();
-        names.join(".")
+        self.names().collect::<Vec<_>>().join(".")
     }
 
     /// True if the paths are equal or one contains the other: both cannot be owned, and a write to one may change the
@@ -158,8 +165,7 @@ impl FieldPath {
     /// Like [`FieldPath::overlaps`], but ignores `$[]` on both sides.
     #[must_use]
     pub fn overlaps_loosely(&self, other: &Self) -> bool {
-        let names = |path: &Self| path.0.iter().filter(|s| **s != Segment::Each).cloned().collect::<Vec<_>>();
-        names(self).iter().zip(&names(other)).all(|(a, b)| a == b)
+        self.names().zip(other.names()).all(|(a, b)| a == b)
     }
 
     /// True if a write to `changed`, a dotted path as `updateDescription` names it (array indexes as numbers), may
@@ -213,6 +219,20 @@ impl fmt::Display for FieldPath {
             }
         }
         Ok(())
+    }
+}
+
+impl TryFrom<String> for FieldPath {
+    type Error = PathError;
+
+    fn try_from(text: String) -> Result<Self, PathError> {
+        Self::parse(&text)
+    }
+}
+
+impl From<FieldPath> for String {
+    fn from(path: FieldPath) -> Self {
+        path.to_string()
     }
 }
 

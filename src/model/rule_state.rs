@@ -92,9 +92,6 @@ impl RuleState {
     /// A backfill of all targets, without an agreement to its removals.
     pub const BACKFILL: Self = Self::Backfilling { after: None, in_sources: false, agreed: false };
 
-    /// A pause without an end.
-    pub const PAUSED: Self = Self::Paused { until: None, blocked: None };
-
     /// The state once the rule is blocked for this reason: a paused rule stays paused.
     #[must_use]
     pub fn blocked(&self, reason: BlockReason) -> Self {
@@ -272,9 +269,9 @@ mod tests {
             RuleState::AwaitingBackfill,
             RuleState::Removed,
             RuleState::BACKFILL,
-            RuleState::PAUSED,
-            RuleState::PAUSED.blocked(BlockReason::RemovalLimit),
-            RuleState::PAUSED.blocked(BlockReason::SourceGone),
+            RuleState::Paused { until: None, blocked: None },
+            RuleState::Paused { until: None, blocked: Some(BlockReason::RemovalLimit) },
+            RuleState::Paused { until: None, blocked: Some(BlockReason::SourceGone) },
             RuleState::Unavailable { reason: String::new() },
             RuleState::Blocked(BlockReason::RemovalLimit),
             RuleState::Blocked(BlockReason::SourceGone),

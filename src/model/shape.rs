@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use bson::{Bson, Document, spec::BinarySubtype};
-
-use crate::{
-    field_path::{FieldPath, Segment},
-    key::Key,
+use bson::{
+    Bson, Document,
+    spec::{BinarySubtype, ElementType},
 };
+
+use crate::{field_path::FieldPath, key::Key};
 
 use super::distribution::{Distribution, How};
 
@@ -88,8 +88,7 @@ impl Shape {
     /// True if some paths may not have been kept.
     #[must_use]
     pub fn is_cut(&self) -> bool {
-        let depth = |field: &Field| field.path.segments().iter().filter(|segment| **segment != Segment::Each).count();
-        self.fields.len() >= PATHS || self.fields.iter().any(|field| depth(field) > DEPTH)
+        self.fields.len() >= PATHS || self.fields.iter().any(|field| field.path.names().count() > DEPTH)
     }
 
     /// Finds the field at a path.
@@ -247,28 +246,34 @@ pub fn class(value: &Bson) -> Option<Class> {
 /// The name of a value's type, as in `$type`.
 #[must_use]
 pub fn type_name(value: &Bson) -> &'static str {
-    match value {
-        Bson::Double(_) => "double",
-        Bson::String(_) => "string",
-        Bson::Document(_) => "object",
-        Bson::Array(_) => "array",
-        Bson::Binary(_) => "binData",
-        Bson::Undefined => "undefined",
-        Bson::ObjectId(_) => "objectId",
-        Bson::Boolean(_) => "bool",
-        Bson::DateTime(_) => "date",
-        Bson::Null => "null",
-        Bson::RegularExpression(_) => "regex",
-        Bson::DbPointer(_) => "dbPointer",
-        Bson::JavaScriptCode(_) => "javascript",
-        Bson::Symbol(_) => "symbol",
-        Bson::JavaScriptCodeWithScope(_) => "javascriptWithScope",
-        Bson::Int32(_) => "int",
-        Bson::Timestamp(_) => "timestamp",
-        Bson::Int64(_) => "long",
-        Bson::Decimal128(_) => "decimal",
-        Bson::MinKey => "minKey",
-        Bson::MaxKey => "maxKey",
+    type_name_of(value.element_type())
+}
+
+/// The name of a type, as in `$type`.
+#[must_use]
+pub fn type_name_of(kind: ElementType) -> &'static str {
+    match kind {
+        ElementType::Double => "double",
+        ElementType::String => "string",
+        ElementType::EmbeddedDocument => "object",
+        ElementType::Array => "array",
+        ElementType::Binary => "binData",
+        ElementType::Undefined => "undefined",
+        ElementType::ObjectId => "objectId",
+        ElementType::Boolean => "bool",
+        ElementType::DateTime => "date",
+        ElementType::Null => "null",
+        ElementType::RegularExpression => "regex",
+        ElementType::DbPointer => "dbPointer",
+        ElementType::JavaScriptCode => "javascript",
+        ElementType::Symbol => "symbol",
+        ElementType::JavaScriptCodeWithScope => "javascriptWithScope",
+        ElementType::Int32 => "int",
+        ElementType::Timestamp => "timestamp",
+        ElementType::Int64 => "long",
+        ElementType::Decimal128 => "decimal",
+        ElementType::MinKey => "minKey",
+        ElementType::MaxKey => "maxKey",
     }
 }
 

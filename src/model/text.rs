@@ -1,6 +1,8 @@
-//! Counts and durations as people read them.
+//! Counts, durations and values as people read them.
 
 use std::time::Duration;
+
+use bson::Bson;
 
 /// A count with its noun: `1 rule`, `2 rules`.
 #[must_use]
@@ -40,6 +42,18 @@ pub fn span(span: Duration) -> String {
         s if s % 60 == 0 => counted(s / 60, "minute"),
         s => counted(s, "second"),
     }
+}
+
+/// A value as one types it: relaxed Extended JSON on one line.
+#[must_use]
+pub fn shown(value: &Bson) -> String {
+    value.clone().into_relaxed_extjson().to_string()
+}
+
+/// Like [`shown`]; `nothing` if there is no value.
+#[must_use]
+pub fn shown_or_nothing(value: Option<&Bson>) -> String {
+    value.map_or_else(|| "nothing".to_owned(), shown)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use mongodb::error::{ErrorKind, WriteFailure};
 
 use crate::{
     code::{self, named},
-    error::{Error, Kind},
+    error::{Error, Kind, variant},
     reach,
 };
 
@@ -93,7 +93,7 @@ impl From<mongodb::error::Error> for Error {
             // The message may quote a part of the connection string.
             ErrorKind::InvalidArgument { .. } => Error::new(Kind::Config, "the driver refuses what it was asked for"),
             ErrorKind::IncompatibleServer { message, .. } => Error::new(Kind::Topology, message.clone()),
-            other => Error::internal(format!("the driver failed ({})", other_name(other))),
+            other => Error::internal(format!("the driver failed ({})", variant(other))),
         }
     }
 }
@@ -156,11 +156,6 @@ fn forbidden(message: &str) -> Option<String> {
         Some(collection) => format!("{name} on `{database}.{collection}`"),
         None => format!("{name} on the database `{database}`"),
     })
-}
-
-fn other_name(kind: &ErrorKind) -> String {
-    // Only the variant's name: its content may quote a document.
-    format!("{kind:?}").split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use bson::{
     Bson, DateTime, Document, RawBson, RawDocument, RawDocumentBuf, Timestamp, cstr, doc, raw::CStr, rawdoc,
     spec::ElementType,
 };
-use futures_util::StreamExt;
+use futures_util::{StreamExt, TryStreamExt};
 use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
 use parking_lot::Mutex;
 use serde::{Deserialize, de::IgnoredAny};
@@ -69,23 +69,6 @@ struct Clock {
     at: Instant,
 }
 
-/// Minimum time of a read's snapshot.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Reads {
-    /// The event's cluster time.
-    pub after: ClusterTime,
-}
-
-impl Reads {
-    fn concern(self) -> Document {
-        if self.after == ClusterTime::default() {
-            doc! {"level": "majority"}
-        } else {
-            doc! {"level": "majority", "afterClusterTime": bson::Timestamp::from(self.after)}
-        }
-    }
-}
-
 /// The batches of a cursor on the primary. Ends with an error if that server is no longer the primary.
 pub struct Batches {
     cursor: mongodb::raw_batch_cursor::RawBatchCursor,
@@ -126,7 +109,18 @@ impl Pages {
 
     /// The documents of the next batch, possibly none; None after the last batch.
     pub async fn next(&mut self) -> Result<Option<Vec<RawDocumentBuf>>> {
-        self.batch().await?.as_ref().map(documents).transpose()
+        let Some(batch) = self.batch().await? else { return Ok(None) };
+        let rows: Result<Vec<RawDocumentBuf>> = rows_of(&batch)?.map(|row| Ok(row?.into_owned())).collect();
+        rows.map(Some)
+    }
+}
+
+/// The read concern of a majority read whose snapshot is at least as new as `after`.
+fn concern(after: ClusterTime) -> Document {
+    if after == ClusterTime::default() {
+        doc! {"level": "majority"}
+    } else {
+        doc! {"level": "majority", "afterClusterTime": Timestamp::from(after)}
     }
 }
 
@@ -139,11 +133,6 @@ fn read_too_long(error: Error) -> Error {
 pub fn limited(mut command: Document, limit: Duration) -> Document {
     command.entry("maxTimeMS".to_owned()).or_insert_with(|| millis(limit).into());
     command
-}
-
-/// The documents of one batch, copied out of it.
-pub fn documents(batch: &RawBatch) -> Result<Vec<RawDocumentBuf>> {
-    rows_of(batch)?.map(|row| Ok(row?.into_owned())).collect()
 }
 
 /// The rows of a read as documents.
@@ -246,6 +235,20 @@ impl Server {
         self.client.database(database).collection_with_options(name, options)
     }
 
+    /// The collections of a database as `listCollections` reports them, with these options.
+    pub async fn listed(&self, database: &str, options: Document) -> Result<Vec<Document>> {
+        let mut command = doc! {"listCollections": 1};
+        command.extend(options);
+        let listed = self.database(database).run_cursor_command(command).await?;
+        Ok(listed.try_collect().await?)
+    }
+
+    /// The names of a database's collections.
+    pub async fn collections(&self, database: &str) -> Result<Vec<String>> {
+        let listed = self.listed(database, doc! {"nameOnly": true}).await?;
+        Ok(listed.iter().filter_map(|found| found.get_str("name").ok().map(ToOwned::to_owned)).collect())
+    }
+
     /// The UUIDs of those of these collections that exist.
     pub async fn collection_uuids(
         &self,
@@ -270,18 +273,12 @@ impl Server {
     /// True if the collection has a collation of its own: its `_id`s are in that order.
     pub async fn has_own_collation(&self, database: &str, collection: &str) -> Result<bool> {
         let filter = doc! {"name": collection, "options.collation": {"$exists": true}};
-        let command = doc! {"listCollections": 1, "filter": filter};
-        let reply = self.database(database).run_command(command).await?;
-        let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
-        Ok(batch.is_ok_and(|batch| !batch.is_empty()))
+        Ok(!self.listed(database, doc! {"filter": filter}).await?.is_empty())
     }
 
     /// True if the collection exists.
     pub async fn has_collection(&self, database: &str, collection: &str) -> Result<bool> {
-        let command = doc! {"listCollections": 1, "filter": {"name": collection}, "nameOnly": true};
-        let reply = self.database(database).run_command(command).await?;
-        let batch = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
-        Ok(batch.is_ok_and(|batch| !batch.is_empty()))
+        Ok(!self.listed(database, doc! {"filter": {"name": collection}, "nameOnly": true}).await?.is_empty())
     }
 
     /// The number of documents that match a filter by the simple collation. A count that takes two seconds fails.
@@ -312,20 +309,15 @@ impl Server {
     }
 
     /// Runs a majority read on the primary to its end: an `aggregate` or `find` command without read concern and
-    /// limits.
-    pub async fn read(&self, database: &str, command: Document, reads: Reads) -> Result<Vec<RawDocumentBuf>> {
-        let mut pages = self.pages(database, command, reads).await?;
-        let mut out = Vec::new();
-        while let Some(mut page) = pages.next().await? {
-            out.append(&mut page);
-        }
-        Ok(out)
+    /// limits. Its snapshot is at least as new as `after`.
+    pub async fn read(&self, database: &str, command: Document, after: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
+        Ok(self.pages(database, command, after).await?.up_to(usize::MAX).await?.0)
     }
 
     /// Like [`Server::read`], of documents of the state, whose strings are not converted (see [`crate::text`]).
-    pub async fn read_state(&self, database: &str, command: Document, reads: Reads) -> Result<Vec<Document>> {
+    pub async fn read_state(&self, database: &str, command: Document, after: ClusterTime) -> Result<Vec<Document>> {
         let command = Document::try_from(text::escaped(&RawDocumentBuf::try_from(&command)?).as_ref())?;
-        let rows = self.read(database, command, reads).await?;
+        let rows = self.read(database, command, after).await?;
         rows.into_iter().map(|row| Ok(Document::try_from(text::unescaped(row).as_ref())?)).collect()
     }
 
@@ -333,10 +325,10 @@ impl Server {
     ///
     /// The read is at least as new as any write acknowledged to this process. Shortly after a failover, a majority read
     /// of the new primary may be older, and miss a write of our own.
-    pub async fn pages(&self, database: &str, command: Document, mut reads: Reads) -> Result<Pages> {
-        reads.after = reads.after.max(*self.acknowledged.lock());
+    pub async fn pages(&self, database: &str, command: Document, after: ClusterTime) -> Result<Pages> {
+        let after = after.max(*self.acknowledged.lock());
         let mut command = limited(command, READ_TIMEOUT);
-        command.insert("readConcern", reads.concern());
+        command.insert("readConcern", concern(after));
         let primary = Primary::of(&self.client);
         let database = self.database(database);
         let command = text::unescaped(RawDocumentBuf::try_from(&command)?);

@@ -13,7 +13,7 @@ use mongodb::{
 };
 use secrecy::{ExposeSecret, SecretString};
 
-use super::{Server, primary::is_router, product::Foreign, reach};
+use super::{Server, primary::is_router, product::foreign, reach};
 use crate::{
     code,
     error::{Error, Kind, Result},
@@ -161,8 +161,9 @@ fn named_options(uri: &str) -> impl Iterator<Item = (String, String)> {
 async fn check_topology(client: &Client, hosts: &[String]) -> Result<()> {
     let hello = client.database("admin").run_command(doc! {"hello": 1}).await?;
     let build_info: Document = client.database("admin").run_command(doc! {"buildInfo": 1}).await?;
-    if let Some(foreign) = Foreign::recognise(hosts, &hello, &build_info) {
-        return Err(foreign.into());
+    if let Some((name, lacks)) = foreign(hosts, &hello, &build_info) {
+        return Err(Error::new(Kind::Topology, format!("this is {name}: {lacks}"))
+            .hint("denormd works on MongoDB 6.0 or later and on Percona Server for MongoDB; docs/compatibility.md says what else was looked at"));
     }
     let is_router = is_router(&hello);
     if !is_router && !hello.contains_key("setName") {

@@ -150,36 +150,6 @@ impl Error {
         matches!(self.reaction(), Reaction::Retry | Reaction::Divide | Reaction::TakeTurns)
     }
 
-    /// True if the server refused this document or this value.
-    #[must_use]
-    pub fn is_refusal(&self) -> bool {
-        self.kind == Kind::Refused
-    }
-
-    /// True if a user or a role lacks a privilege.
-    #[must_use]
-    pub fn lacks_privilege(&self) -> bool {
-        self.kind == Kind::Privilege
-    }
-
-    /// True if a read was stopped by its own time limit.
-    #[must_use]
-    pub fn is_read_timeout(&self) -> bool {
-        self.kind == Kind::ReadTimedOut
-    }
-
-    /// True if a command was stopped by its own time limit, and a part of it may have taken effect.
-    #[must_use]
-    pub fn is_command_timeout(&self) -> bool {
-        self.kind == Kind::TimedOut
-    }
-
-    /// True if a batch exceeds its memory limit.
-    #[must_use]
-    pub fn exceeds_batch(&self) -> bool {
-        self.kind == Kind::TooLarge
-    }
-
     /// True if the server refused the command or a time limit passed: the figure stays unknown, and repeating the command now
     /// would not help.
     #[must_use]
@@ -202,13 +172,13 @@ impl std::error::Error for Error {}
 
 impl From<bson::error::Error> for Error {
     fn from(error: bson::error::Error) -> Self {
-        // The message may quote a value; its kind does not.
-        Self::internal(format!("a document of an unexpected shape ({})", short(&format!("{:?}", error.kind))))
+        Self::internal(format!("a document of an unexpected shape ({})", variant(&error.kind)))
     }
 }
 
-fn short(text: &str) -> &str {
-    text.split([' ', '(', '{']).next().unwrap_or_default()
+/// The name of an enum's variant, without its content, which may quote a document.
+pub(crate) fn variant(value: &impl fmt::Debug) -> String {
+    format!("{value:?}").split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@
 //! cluster time is past that end; from then on no primary runs a command of its predecessor.
 
 use std::{
-    sync::atomic::{AtomicBool, AtomicI64, Ordering},
+    sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
@@ -32,29 +32,20 @@ pub struct End {
     pub cluster: i64,
 }
 
-impl From<i64> for End {
-    fn from(end: i64) -> Self {
-        Self { server: end, cluster: end }
-    }
-}
-
 /// One leadership: its term, and the end of its lease.
 #[derive(Debug)]
 pub struct Fence {
     term: i64,
-    server: AtomicI64,
-    cluster: AtomicI64,
-    renewed: Mutex<Instant>,
+    /// The end of the lease, and the time of its grant or last renewal.
+    lease: Mutex<(End, Instant)>,
     superseded: AtomicBool,
 }
 
 impl Fence {
     /// A leadership of this term until `end`.
     #[must_use]
-    pub fn new(term: i64, end: impl Into<End>) -> Self {
-        let End { server, cluster } = end.into();
-        let (server, cluster) = (AtomicI64::new(server), AtomicI64::new(cluster));
-        Self { term, server, cluster, renewed: Mutex::new(Instant::now()), superseded: AtomicBool::new(false) }
+    pub fn new(term: i64, end: End) -> Self {
+        Self { term, lease: Mutex::new((end, Instant::now())), superseded: AtomicBool::new(false) }
     }
 
     /// Term of the leadership, which grows with every take-over.
@@ -65,20 +56,18 @@ impl Fence {
 
     /// Sets the end of the lease after a renewal that a majority acknowledged. It may be earlier than the last one, which was set by a
     /// primary whose clock was ahead: a successor goes by the document, and does not know that one.
-    pub fn extend(&self, end: impl Into<End>) {
-        let End { server, cluster } = end.into();
-        self.server.store(server, Ordering::SeqCst);
-        let known = self.cluster.load(Ordering::SeqCst);
+    pub fn extend(&self, end: End) {
+        let mut lease = self.lease.lock();
+        let known = lease.0.cluster;
         // The previous end is not kept if the cluster time could not provide it.
-        let cluster = if known == i64::MAX { cluster } else { known.max(cluster) };
-        self.cluster.store(cluster, Ordering::SeqCst);
-        *self.renewed.lock() = Instant::now();
+        let cluster = if known == i64::MAX { end.cluster } else { known.max(end.cluster) };
+        *lease = (End { cluster, ..end }, Instant::now());
     }
 
     /// Time since the lease was granted or renewed.
     #[must_use]
     pub fn since_renewal(&self) -> Duration {
-        self.renewed.lock().elapsed()
+        self.lease.lock().1.elapsed()
     }
 
     /// Ends the leadership: the state has the mark of a later one.
@@ -93,12 +82,12 @@ impl Fence {
     }
 
     fn end(&self) -> i64 {
-        self.server.load(Ordering::SeqCst)
+        self.lease.lock().0.server
     }
 
     /// The first second of the cluster time in which no command may run.
     fn cluster_end(&self) -> u32 {
-        let end = self.cluster.load(Ordering::SeqCst);
+        let end = self.lease.lock().0.cluster;
         u32::try_from(end / 1000 + i64::from(end % 1000 != 0)).unwrap_or(u32::MAX)
     }
 }
@@ -139,20 +128,24 @@ impl Window {
 mod tests {
     use super::*;
 
+    fn at(end: i64) -> End {
+        End { server: end, cluster: end }
+    }
+
     #[test]
     fn a_write_is_over_when_the_lease_ends() {
         let sent = Instant::now();
         for (left, timeout) in [(10_000, 5), (6_700, 5), (300, 5), (200, 60), (86_400_000, 5)] {
-            let fence = Fence::new(1, 1_000_000 + left);
+            let fence = Fence::new(1, at(1_000_000 + left));
             let window = Window::new(Some(&fence), 1_000_000, Duration::from_secs(timeout), sent).unwrap();
             let run = i64::try_from(window.run.as_millis()).unwrap();
             assert!(window.deadline + run <= fence.end(), "{window:?}");
             assert!(window.run <= Duration::from_secs(timeout));
             assert!(window.over >= sent + 2 * window.run);
         }
-        let fence = Fence::new(1, 1_000_100);
+        let fence = Fence::new(1, at(1_000_100));
         assert!(Window::new(Some(&fence), 1_000_000, Duration::from_secs(5), sent).is_err());
-        fence.extend(1_000_500);
+        fence.extend(at(1_000_500));
         assert!(Window::new(Some(&fence), 1_000_000, Duration::from_secs(5), sent).is_ok());
     }
 
@@ -160,8 +153,8 @@ mod tests {
     /// taken over by the document.
     #[test]
     fn the_last_end_counts_not_the_latest() {
-        let fence = Fence::new(1, 1_020_000);
-        fence.extend(1_003_000);
+        let fence = Fence::new(1, at(1_020_000));
+        fence.extend(at(1_003_000));
         assert!(Window::new(Some(&fence), 1_004_000, Duration::from_secs(5), Instant::now()).is_err());
     }
 }

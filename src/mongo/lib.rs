@@ -14,7 +14,7 @@ pub mod skew;
 pub mod text;
 
 pub use classify::unless;
-pub use command::{Batches, Pages, Reads, Server, Written};
+pub use command::{Batches, Pages, Server, Written};
 pub use connection::Connection;
 pub use fence::{End, Fence};
 pub use primary::{all, bounded};

@@ -66,7 +66,6 @@ impl Accumulator {
     }
 
     pub fn take(&mut self, value: Value) -> Result<()> {
-        let number = |value: &Value| value.as_ref().map(Number::of).transpose().map(Option::flatten);
         match self {
             Self::Sum(sum) => {
                 if let Some(number) = value.as_ref().and_then(Number::or_decimal) {
@@ -100,7 +99,7 @@ impl Accumulator {
             },
             Self::Count(count) => *count += 1,
             Self::Deviation(count, mean, squares, _) => {
-                if let Some(number) = number(&value)? {
+                if let Some(number) = value.as_ref().map(Number::of).transpose()?.flatten() {
                     *count += 1.0;
                     let delta = number.double() - *mean;
                     if delta != 0.0 {

@@ -68,28 +68,5 @@ fn is_true(value: Option<&Bson>) -> bool {
 
 /// The name of a value's type, as `$type` returns it.
 fn type_name(value: Option<&Bson>) -> &'static str {
-    match value {
-        None => "missing",
-        Some(Bson::Double(_)) => "double",
-        Some(Bson::String(_)) => "string",
-        Some(Bson::Array(_)) => "array",
-        Some(Bson::Document(_)) => "object",
-        Some(Bson::Boolean(_)) => "bool",
-        Some(Bson::Null) => "null",
-        Some(Bson::RegularExpression(_)) => "regex",
-        Some(Bson::JavaScriptCode(_)) => "javascript",
-        Some(Bson::JavaScriptCodeWithScope(_)) => "javascriptWithScope",
-        Some(Bson::Int32(_)) => "int",
-        Some(Bson::Int64(_)) => "long",
-        Some(Bson::Timestamp(_)) => "timestamp",
-        Some(Bson::Binary(_)) => "binData",
-        Some(Bson::ObjectId(_)) => "objectId",
-        Some(Bson::DateTime(_)) => "date",
-        Some(Bson::Symbol(_)) => "symbol",
-        Some(Bson::Decimal128(_)) => "decimal",
-        Some(Bson::Undefined) => "undefined",
-        Some(Bson::MaxKey) => "maxKey",
-        Some(Bson::MinKey) => "minKey",
-        Some(Bson::DbPointer(_)) => "dbPointer",
-    }
+    value.map_or("missing", denormd_model::shape::type_name)
 }

@@ -22,7 +22,7 @@ use denormd_model::{
     position::Position,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_mongo::{Fence, Server, error::Kind};
+use denormd_mongo::{End, Fence, Server, error::Kind};
 use tokio::time::timeout;
 
 use crate::support::daemon::PATIENCE;
@@ -207,7 +207,7 @@ async fn a_write_that_comes_too_late_writes_nothing_and_says_so() {
     assert_eq!((written.matched, written.modified, written.refused.len()), (1, 1, 0));
     // Nothing is written under an expired lease; if the lease expires while the command is on its way, the server
     // refuses it.
-    let ended = server.under(Arc::new(Fence::new(1, now - 1)));
+    let ended = server.under(Arc::new(Fence::new(1, End { server: now - 1, cluster: now - 1 })));
     assert!(ended.update(&test.name, "t", std::slice::from_ref(&statement), Duration::from_secs(5)).await.is_err());
     // The server refuses late commands: by a statement that goes first, and by a `let` that no statement uses.
     let late = doc! {"$range": [0, 1, {"$cond": [{"$lt": ["$$NOW", DateTime::from_millis(now - 1)]}, 1, 0]}]};

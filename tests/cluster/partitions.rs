@@ -264,7 +264,7 @@ async fn an_agreement_holds_for_the_reason_that_was_seen() {
         RuleState::Blocked(BlockReason::Adoption(adoption.clone())),
         RuleState::Blocked(BlockReason::RemovalLimit),
         RuleState::Blocked(BlockReason::SourceGone),
-        RuleState::PAUSED,
+        RuleState::Paused { until: None, blocked: None },
         RuleState::Live,
     ];
     for (partition, state) in Partition::all(5).zip(&states) {

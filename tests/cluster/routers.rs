@@ -13,8 +13,9 @@ use std::{
 
 use bson::{Bson, DateTime, Document, RawDocumentBuf, Timestamp, doc, oid::ObjectId, rawdoc};
 use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::position::ClusterTime;
 use denormd_mongo::{
-    Reads, Server, Written, connect,
+    Server, Written, connect,
     error::{Kind, Result},
 };
 use mongodb::Client;
@@ -74,7 +75,7 @@ async fn another_router_does_not_end_a_slow_command() {
     let (one, other) = (slow().await, slow().await);
     let server = server_of(&[&one, &other]).await;
     // Each asks four times meanwhile, and each time both routers can be chosen.
-    let reads = (0..4).map(|_| server.read("d", doc! {"find": "c"}, Reads::default()));
+    let reads = (0..4).map(|_| server.read("d", doc! {"find": "c"}, ClusterTime::default()));
     for found in futures_util::future::join_all(reads).await {
         assert_eq!(found.unwrap().len(), 1);
     }
@@ -93,7 +94,7 @@ async fn a_command_to_a_frozen_router_is_given_up() {
         }
     })
     .await;
-    let error = server_of(&[&only]).await.read("d", doc! {"find": "c"}, Reads::default()).await.unwrap_err();
+    let error = server_of(&[&only]).await.read("d", doc! {"find": "c"}, ClusterTime::default()).await.unwrap_err();
     assert!(frozen.load(Ordering::SeqCst));
     assert_eq!((error.kind, error.message.as_str()), (Kind::Connection, "the router no longer answers"));
 }

@@ -9,7 +9,7 @@ use denormd_model::{
     position::ClusterTime,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_mongo::{Reads, Server};
+use denormd_mongo::Server;
 use mongodb::options::WriteConcern;
 
 use crate::support::daemon::PATIENCE;
@@ -106,7 +106,7 @@ async fn reads_are_of_a_majority_and_no_older_than_asked() {
     let written = db.run_command(alone).await.unwrap().get_timestamp("operationTime").unwrap();
     let server = Server::new(test.client.clone());
     let read = async |after: ClusterTime| {
-        let rows = server.read(&test.name, doc! {"find": "s"}, Reads { after }).await.unwrap();
+        let rows = server.read(&test.name, doc! {"find": "s"}, after).await.unwrap();
         rows[0].get_str("v").unwrap().to_owned()
     };
     assert_eq!(read(ClusterTime::default()).await, "old", "a majority does not have it");
@@ -130,7 +130,7 @@ async fn reads_are_no_older_than_what_was_acknowledged_to_us() {
     let statement = bson::rawdoc! {"q": {"_id": 1}, "u": {"$set": {"x": 1}}};
     server.update(&test.name, "t", &[statement], Duration::from_secs(60)).await.unwrap();
     db.run_command(doc! {"profile": 2}).await.unwrap();
-    server.read(&test.name, doc! {"find": "t", "comment": "looked at"}, Reads::default()).await.unwrap();
+    server.read(&test.name, doc! {"find": "t", "comment": "looked at"}, ClusterTime::default()).await.unwrap();
     db.run_command(doc! {"profile": 0}).await.unwrap();
     let profile = db.collection::<Document>("system.profile");
     let read = profile.find_one(doc! {"command.comment": "looked at"}).await.unwrap().unwrap();

@@ -514,7 +514,7 @@ async fn rule_states(version: &str) {
         of("changed", RuleState::Live),
         of("done", RuleState::Live),
         of("manual", RuleState::AwaitingBackfill),
-        of("paused", RuleState::PAUSED),
+        of("paused", RuleState::Paused { until: None, blocked: None }),
         of(
             "paused-for-a-while",
             RuleState::Paused { until: Some(DateTime::from_millis(1_790_000_000_000)), blocked: None },
@@ -533,7 +533,7 @@ async fn rule_states(version: &str) {
         );
         states.insert(2, expected("adopting", definition.clone(), RuleState::Blocked(adoption())));
         let place = states.iter().position(|(name, _)| name == "pending").unwrap();
-        let paused = RuleState::PAUSED.blocked(BlockReason::SourceGone);
+        let paused = RuleState::Paused { until: None, blocked: Some(BlockReason::SourceGone) };
         states.insert(place, expected("paused-without-source", definition, paused));
     }
     for (name, state) in &mut states {

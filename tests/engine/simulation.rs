@@ -312,7 +312,7 @@ impl Registry for Wire {
             }
             let until = now() + i64::try_from(TTL.as_millis()).unwrap();
             server.lease = (term + 1, Some(owner.to_owned()), until);
-            Some(Grant { term: term + 1, until: until.into(), has_later_term: false })
+            Some(Grant { term: term + 1, until: End { server: until, cluster: until }, has_later_term: false })
         })
         .await
     }
@@ -322,8 +322,9 @@ impl Registry for Wire {
             if server.lease.0 != term || server.lease.1.as_deref() != Some(owner) {
                 return None;
             }
-            server.lease.2 = self.sim.millis() + i64::try_from(TTL.as_millis()).unwrap();
-            Some(server.lease.2.into())
+            let until = self.sim.millis() + i64::try_from(TTL.as_millis()).unwrap();
+            server.lease.2 = until;
+            Some(End { server: until, cluster: until })
         })
         .await
     }

@@ -37,7 +37,8 @@ impl Served {
         let address = listener.local_addr().unwrap();
         let board = Board::new("test", daemon.context().metrics.clone());
         board.attach(daemon.shared());
-        let (guard, stop) = (Arc::new(Guard::new(token.map(SecretString::from))), CancellationToken::new());
+        let (guard, stop) = (Arc::new(Guard::default()), CancellationToken::new());
+        guard.obey(&Http { token: token.map(SecretString::from), ..Http::default() });
         tokio::spawn(board.clone().watch(stop.clone()));
         tokio::spawn(server::serve(listener, board, guard.clone(), stop.clone()));
         Self { daemon, address, guard, stop }

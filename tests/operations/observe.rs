@@ -44,7 +44,7 @@ impl Observed {
         board.attach(daemon.shared());
         let stop = CancellationToken::new();
         tokio::spawn(board.clone().watch(stop.clone()));
-        tokio::spawn(server::serve(listener, board, Arc::new(server::Guard::new(None)), stop.clone()));
+        tokio::spawn(server::serve(listener, board, Arc::new(server::Guard::default()), stop.clone()));
         Self { daemon, address, stop }
     }
 

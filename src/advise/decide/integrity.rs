@@ -9,7 +9,7 @@ use denormd_model::distribution::{How, Unknown};
 
 /// Gives the advice on the references themselves.
 #[must_use]
-pub fn decide(facts: &Relationship, _default: Option<&str>) -> Vec<Advice> {
+pub fn decide(facts: &Relationship) -> Vec<Advice> {
     let mut advice = Vec::new();
     advice.extend(plain_ids(facts));
     advice.extend(key_type(facts));

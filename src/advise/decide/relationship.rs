@@ -28,7 +28,7 @@ pub fn decide(facts: &Relationship, thresholds: &Advise, default: Option<&str>) 
     if !advice.iter().any(|advice| advice.kind == Kind::Embed) {
         advice.extend(copy::decide(facts, thresholds, default));
     }
-    advice.extend(integrity::decide(facts, default));
+    advice.extend(integrity::decide(facts));
     advice
 }
 

@@ -2,6 +2,23 @@
 
 use clap::Subcommand;
 
+/// Options of `plan`.
+#[derive(Debug, clap::Args)]
+pub struct PlanOptions {
+    /// Check the config alone, without a server.
+    #[arg(long, conflicts_with = "apply")]
+    pub offline: bool,
+    /// Carry out the commands that plan prints.
+    #[arg(long)]
+    pub apply: bool,
+    /// Number of targets to draw at random for each rule; 0 for none.
+    #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=100_000))]
+    pub sample: u32,
+    /// Show examples of existing values that would be added, overwritten or removed.
+    #[arg(long)]
+    pub show_values: bool,
+}
+
 /// Options of `check`.
 #[derive(Debug, clap::Args)]
 pub struct CheckOptions {

@@ -22,12 +22,7 @@ pub fn schema(reference: bool) {
 pub fn config(loaded: &Loaded, output: Output) {
     let effective = loaded.effective();
     match output {
-        Output::Json => {
-            let settings = effective
-                .iter()
-                .map(|it| serde_json::json!({"setting": it.setting, "value": it.value, "from": it.from}));
-            print_json(&serde_json::Value::Array(settings.collect()));
-        }
+        Output::Json => print_json(&effective),
         Output::Text => {
             let width = |text: fn(&denormd_rules::config::Effective) -> &str| {
                 effective.iter().map(|it| text(it).chars().count()).max().unwrap_or_default()

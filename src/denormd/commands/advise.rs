@@ -1,13 +1,13 @@
 //! `denormd advise`: advice on the schema, from the data and its use.
 
-use std::{collections::BTreeSet, io::Write, path::PathBuf};
+use std::{collections::BTreeSet, path::PathBuf};
 
 use bson::doc;
 use secrecy::SecretString;
 
 use crate::{
     cli::{Inspection, Output},
-    commands::{Failure, compile, print_as},
+    commands::{Failure, compile, notice, print_as},
 };
 use denormd_advise::{
     render,
@@ -84,7 +84,7 @@ pub async fn look(loaded: &Loaded, asked: &Inspection) -> Result<(Report, Server
         told: asked.matches.clone(),
         thresholds: config.advise.clone(),
     };
-    let report = report::report(&server, &config.mongodb.uri, &plan, &options, &say).await?;
+    let report = report::report(&server, &config.mongodb.uri, &plan, &options, &notice).await?;
     Ok((report, server))
 }
 
@@ -115,10 +115,4 @@ async fn check_databases(
     };
     let message = format!("the database `{database}` does not exist, or the user may not see it");
     Err(Error::new(Kind::Config, message).hint(hint))
-}
-
-/// Reports progress on standard error. Standard output contains only the result.
-fn say(what: &str) {
-    // Standard error may be closed.
-    writeln!(std::io::stderr(), "{what}").ok();
 }

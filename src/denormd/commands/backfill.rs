@@ -45,8 +45,6 @@ pub async fn backfill(
     no_wait: bool,
 ) -> std::result::Result<(), Failure> {
     let (context, store) = connected(loaded).await?;
-    let all: Vec<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
-    let rules = if rules.is_empty() { &all } else { rules };
     // Without a leader, this process will lead, and then it backfills a rule that has never run.
     let led = lease::is_held(&context.server, store.database(), store.ids()).await?;
     let mut known = Vec::new();

@@ -7,7 +7,7 @@ use bson::Bson;
 use crate::{
     cli::{CheckOptions, Output},
     commands::{
-        Failure, chosen, connected, leader::with_a_leader, notice, print, progress::Progress, shown, state_note,
+        Failure, chosen, connected, leader::with_a_leader, notice, print, progress::Progress, state_note,
         terminal::fitted,
     },
 };
@@ -16,7 +16,7 @@ use denormd_engine::{
     jobs::check::{Check, DifferenceKind, Differing, DifferingTarget, Scope},
     reconcile::{Context, scan},
 };
-use denormd_model::text::counted;
+use denormd_model::text::{counted, shown, shown_or_nothing};
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::{config::Loaded, plan::Rule};
 
@@ -204,8 +204,7 @@ impl RuleCheck<'_> {
 }
 
 fn show((expected, stored): &(Option<Bson>, Option<Bson>)) -> String {
-    let one = |value: &Option<Bson>| value.as_ref().map_or_else(|| "nothing".to_owned(), shown);
-    format!("; expected {}, stored {}", one(expected), one(stored))
+    format!("; expected {}, stored {}", shown_or_nothing(expected.as_ref()), shown_or_nothing(stored.as_ref()))
 }
 
 fn json(rule: &str, found: &DifferingTarget, repaired: Option<bool>) -> serde_json::Value {

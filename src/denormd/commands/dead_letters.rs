@@ -11,7 +11,7 @@ use crate::{
         backfill::{state, stopped},
         compile, context,
         leader::with_a_leader,
-        meanings, print, print_as, print_json, shown,
+        meanings, print, print_as, print_json,
         terminal::fitted,
         unknown_rule,
     },
@@ -22,7 +22,10 @@ use denormd_engine::{
     metrics::Metrics,
     reconcile::Context,
 };
-use denormd_model::{key::Key, text::counted};
+use denormd_model::{
+    key::Key,
+    text::{counted, shown},
+};
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 

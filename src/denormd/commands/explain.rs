@@ -6,7 +6,7 @@ use bson::{Bson, Document, doc};
 
 use crate::{
     cli::Output,
-    commands::{Failure, chosen, connected, meanings, print_as, shown, state_note, terminal::fitted},
+    commands::{Failure, chosen, connected, meanings, print_as, state_note, terminal::fitted},
 };
 use denormd_engine::{
     checkpoint::rule_record::RuleRecord,
@@ -18,13 +18,12 @@ use denormd_engine::{
     },
 };
 use denormd_model::{
+    field_path::value_at,
     key::{Key, id_of},
     position::ClusterTime,
+    text::{shown, shown_or_nothing},
 };
-use denormd_mongo::{
-    Reads,
-    error::{Error, Kind, Result},
-};
+use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::{
     config::Loaded,
     plan::{Rule, Values, reference::Role},
@@ -103,7 +102,7 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
     }
     let references = references(context, rule, (&target, &compared), time).await?;
     let of_target = rule.of_target.iter().flat_map(|of_target| &of_target.paths);
-    let read = of_target.map(|path| (path.query(), value_at(&target, &path.query()))).collect();
+    let read = of_target.map(|path| (path.query(), value_at(&target, path.segments()).cloned())).collect();
     if !takes_part {
         notes.push("it does not take part: `target.where` leaves it out, and it keeps what it has".to_owned());
     }
@@ -139,7 +138,7 @@ async fn target(context: &Context, rule: &Rule, id: &str, after: ClusterTime) ->
         "find": &namespace.collection, "filter": {"_id": {"$in": &meant}}, "projection": projection(rule),
         "collation": read::simple_collation(),
     };
-    let rows = context.server.read(&namespace.database, command, Reads { after }).await?;
+    let rows = context.server.read(&namespace.database, command, after).await?;
     match rows.as_slice() {
         [row] => Ok((Document::try_from(row.as_ref())?, true)),
         // The document may be one that should exist.
@@ -159,13 +158,6 @@ fn absent(rule: &Rule) -> Error {
     Error::new(Kind::Refused, message).hint(hint)
 }
 
-/// The value at a path. Does not look into arrays.
-fn value_at(target: &Document, path: &str) -> Option<Bson> {
-    let mut names = path.split('.');
-    let first = target.get(names.next()?);
-    names.fold(first, |at, name| at?.as_document()?.get(name)).cloned()
-}
-
 /// The sources of each reference that count for this target.
 async fn answers_of_target(
     context: &Context,
@@ -177,7 +169,7 @@ async fn answers_of_target(
     let referrer = Referrer { target, references: &compared.references };
     let command = by_target::source_ids(rule, referrer, limit);
     let mut found: HashMap<usize, Vec<Bson>> = HashMap::new();
-    for row in context.server.read(&rule.source.namespace.database, command, Reads { after }).await? {
+    for row in context.server.read(&rule.source.namespace.database, command, after).await? {
         let row = Document::try_from(row.as_ref())?;
         let nth = row.get_i64("n").ok().and_then(|nth| usize::try_from(nth).ok()).unwrap_or_default();
         found.insert(nth, row.get_array("ids").cloned().unwrap_or_default());
@@ -210,7 +202,7 @@ async fn references(
     let mut sources: Vec<(Vec<Key>, Bson)> = Vec::new();
     if !keys.is_empty() {
         let command = read::source_ids(rule, &keys, LOOKED);
-        for row in context.server.read(&rule.source.namespace.database, command, Reads { after }).await? {
+        for row in context.server.read(&rule.source.namespace.database, command, after).await? {
             let source = Document::try_from(row.as_ref())?;
             let keys = rule.reference.keys(Role::Source, &source).into_iter().flatten().collect();
             sources.push((keys, id_of(&source)));
@@ -294,27 +286,27 @@ fn refers(rule: &Rule, Answered { element, key, sources, more }: &Answered) -> S
 }
 
 fn path(out: &mut String, field: &Difference) {
-    let text = |value: &Option<Bson>| value.as_ref().map_or_else(|| "nothing".to_owned(), shown);
     let (expected, stored) = (plain(field.expected.as_ref()), plain(field.stored.as_ref()));
+    let (right, found) = (shown_or_nothing(expected.as_ref()), shown_or_nothing(stored.as_ref()));
     writeln!(out, "    {}", field.path).ok();
     if !field.differs() {
-        writeln!(out, "      expected and stored {}", text(&stored)).ok();
+        writeln!(out, "      expected and stored {found}").ok();
         return;
     }
     match (&expected, &stored) {
-        (Some(Bson::Array(right)), Some(Bson::Array(found))) if text(&expected).len() > LONG => {
-            elements(out, right, found);
+        (Some(Bson::Array(expected)), Some(Bson::Array(stored))) if right.len() > LONG => {
+            elements(out, expected, stored);
         }
         _ => {
-            writeln!(out, "      expected {}", text(&expected)).ok();
-            writeln!(out, "      stored   {}   <- differs", text(&stored)).ok();
+            writeln!(out, "      expected {right}").ok();
+            writeln!(out, "      stored   {found}   <- differs").ok();
         }
     }
 }
 
 /// A value that a `once` rule keeps.
 fn keeps(out: &mut String, field: &Difference) {
-    let text = |value: Option<Bson>| value.map_or_else(|| "nothing".to_owned(), |value| shown(&value));
+    let text = |value: Option<Bson>| shown_or_nothing(value.as_ref());
     writeln!(out, "    {}", field.path).ok();
     writeln!(out, "      stored {}, which `once` never changes again", text(plain(field.stored.as_ref()))).ok();
     if field.differs() {
@@ -327,14 +319,13 @@ fn elements(out: &mut String, right: &[Bson], found: &[Bson]) {
     writeln!(out, "      expected {} elements, stored {}   <- differs", right.len(), found.len()).ok();
     let differing: Vec<usize> =
         (0..right.len().max(found.len())).filter(|nth| right.get(*nth) != found.get(*nth)).collect();
-    let text = |value: Option<&Bson>| value.map_or_else(|| "nothing".to_owned(), shown);
     for nth in differing.iter().take(SHOWN) {
-        writeln!(out, "        element {nth}: expected {}", text(right.get(*nth))).ok();
+        writeln!(out, "        element {nth}: expected {}", shown_or_nothing(right.get(*nth))).ok();
         writeln!(
             out,
             "        {:width$}  stored   {}",
             "",
-            text(found.get(*nth)),
+            shown_or_nothing(found.get(*nth)),
             width = format!("element {nth}").len()
         )
         .ok();

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeSet,
     fmt::Write as _,
-    fs::OpenOptions,
+    fs::File,
     io::Write as _,
     path::{Path, PathBuf},
 };
@@ -46,15 +46,11 @@ pub async fn init(paths: &[PathBuf], to: Option<&Path>, asked: &Inspection) -> R
         return Ok(());
     }
     // One step creates the file or fails, so a file created meanwhile is not overwritten either.
-    let mut file = match OpenOptions::new().write(true).create_new(true).open(target) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => return Err(exists(target).into()),
-        Err(error) => {
-            return Err(Error::new(ErrorKind::Machine, format!("cannot write {}: {error}", target.display())).into());
-        }
-    };
-    file.write_all(text.as_bytes())
-        .map_err(|error| Error::new(ErrorKind::Machine, format!("cannot write {}: {error}", target.display())))?;
+    let created = File::create_new(target).and_then(|mut file| file.write_all(text.as_bytes()));
+    created.map_err(|error| match error.kind() {
+        std::io::ErrorKind::AlreadyExists => exists(target),
+        _ => Error::new(ErrorKind::Machine, format!("cannot write {}: {error}", target.display())),
+    })?;
     let name = target.display();
     print(&match written.rules {
         0 => format!("wrote {name} without a rule: {}\n", written.why()),

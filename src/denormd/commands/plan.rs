@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, fmt::Write as _};
 use bson::{Bson, Document};
 
 use crate::{
-    cli::Output,
-    commands::{Failure, compile, context, print, print_as, shown, terminal::fitted},
+    cli::{Output, PlanOptions},
+    commands::{Failure, compile, context, print, print_as, terminal::fitted},
 };
 use denormd_engine::{
     checkpoint::earlier,
@@ -24,26 +24,13 @@ use denormd_engine::{
 };
 use denormd_model::{
     key::whole_number,
-    text::{counted, span},
+    text::{counted, shown, shown_or_nothing, span},
 };
 use denormd_mongo::{Server, code, error::Kind, skew};
 use denormd_rules::{
     config::{ConfigPath, Loaded, LocatedMistake, Mistake, Place, Undo},
     plan::{Keyed, Pair, Plan, Rule, reference::Role},
 };
-
-/// The options of `plan`.
-#[derive(Debug, Clone, Copy)]
-pub struct Options {
-    /// Check the config alone, without a server.
-    pub offline: bool,
-    /// Create what is missing.
-    pub apply: bool,
-    /// Number of targets to sample for each rule.
-    pub sample: u32,
-    /// Show examples of changes, with their values.
-    pub show_values: bool,
-}
 
 /// Results that depend on the cluster.
 #[derive(Default)]
@@ -62,7 +49,7 @@ struct Live {
 }
 
 /// Describes the rules and their needs; with `apply`, creates what is missing.
-pub async fn plan(loaded: &Loaded, output: Output, options: Options) -> Result<(), Failure> {
+pub async fn plan(loaded: &Loaded, output: Output, options: &PlanOptions) -> Result<(), Failure> {
     let plan = compile(loaded).await?;
     let live = if options.offline { unasked(loaded, &plan) } else { look(loaded, output, &plan, options).await? };
     print_as(output, || fitted(&text(&plan, &live, options)), || json(&plan, &live, options));
@@ -83,7 +70,7 @@ fn unasked(loaded: &Loaded, plan: &Plan) -> Live {
     Live { suspicions: loaded.located(&suspected), ..Live::default() }
 }
 
-async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: Options) -> Result<Live, Failure> {
+async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOptions) -> Result<Live, Failure> {
     let context = context(loaded, plan.clone(), Metrics::new()?).await?;
     let findings = preflight::privileges(&context.server, plan, &loaded.config.state.database).await?;
     let sharded = context.server.is_router().await?;
@@ -225,7 +212,7 @@ async fn clocks(server: &Server) -> Option<Finding> {
     })
 }
 
-fn text(plan: &Plan, live: &Live, options: Options) -> String {
+fn text(plan: &Plan, live: &Live, options: &PlanOptions) -> String {
     let mut out = String::new();
     if live.sharded {
         out.push_str("EXPERIMENTAL: this is a sharded cluster, on which denormd has never run\n\n");
@@ -301,7 +288,7 @@ fn would_block(out: &mut String, nth: usize, (rule, why): &(String, String)) {
 }
 
 /// Describes the effect of the rules on existing data.
-fn existing(out: &mut String, plan: &Plan, live: &Live, options: Options) {
+fn existing(out: &mut String, plan: &Plan, live: &Live, options: &PlanOptions) {
     let counts: Vec<_> = live
         .inspections
         .iter()
@@ -366,17 +353,17 @@ fn changes(figures: &Figures) -> String {
 }
 
 fn example(change: &Change) -> String {
-    let value = |value: &Option<Bson>| value.as_ref().map_or_else(|| "nothing".to_owned(), shown);
     let Change { kind, target, path, stored, expected } = change;
+    let (stored, expected) = (shown_or_nothing(stored.as_ref()), shown_or_nothing(expected.as_ref()));
     let verb = match kind {
         ChangeKind::Add => "add",
         ChangeKind::Overwrite => "overwrite",
         ChangeKind::Remove => "remove",
         ChangeKind::Delete => {
-            return format!("delete {}, or its element with `{path}`: {}", shown(target), value(stored));
+            return format!("delete {}, or its element with `{path}`: {stored}", shown(target));
         }
     };
-    format!("{verb} `{path}` of {}: {} -> {}", shown(target), value(stored), value(expected))
+    format!("{verb} `{path}` of {}: {stored} -> {expected}", shown(target))
 }
 
 /// The reason why a rule would be blocked. A rule that already runs with this definition has been agreed to.
@@ -524,7 +511,7 @@ fn steps(count: usize) -> String {
 }
 
 /// The examples for `--show-values`: a few of the changes to existing data, as Extended JSON.
-fn examples(live: &Live, options: Options) -> serde_json::Value {
+fn examples(live: &Live, options: &PlanOptions) -> serde_json::Value {
     let value = |value: &Option<Bson>| value.clone().map(Bson::into_relaxed_extjson);
     let counts =
         live.inspections.iter().filter_map(|inspection| Some((&inspection.rule, inspection.adoption.as_ref()?)));
@@ -543,7 +530,17 @@ fn examples(live: &Live, options: Options) -> serde_json::Value {
     changes.collect()
 }
 
-fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
+/// A finding as JSON, for programs.
+pub(super) fn finding_json(finding: &Finding) -> serde_json::Value {
+    serde_json::json!({
+        "rule": finding.rule,
+        "message": finding.message,
+        "command": finding.fix.as_ref().map(|fix| &fix.shell),
+        "hint": finding.hint,
+    })
+}
+
+fn json(plan: &Plan, live: &Live, options: &PlanOptions) -> serde_json::Value {
     let blocked = live.blocked.iter().map(|(rule, why)| serde_json::json!({"rule": rule, "reason": why}));
     let rules = plan.rules.iter().map(|rule| {
         let matches = rule.reference.pairs.iter().map(|pair| (pair.target.to_string(), matched(pair).into()));
@@ -558,19 +555,11 @@ fn json(plan: &Plan, live: &Live, options: Options) -> serde_json::Value {
             "live": live.inspections.iter().find(|inspection| inspection.rule == rule.name),
         })
     });
-    let findings = live.findings.iter().map(|finding| {
-        serde_json::json!({
-            "rule": finding.rule,
-            "message": finding.message,
-            "command": finding.fix.as_ref().map(|fix| &fix.shell),
-            "hint": finding.hint,
-        })
-    });
     serde_json::json!({
         "experimental": live.sharded,
         "rules": rules.collect::<Vec<_>>(),
         "applied": live.applied,
-        "findings": findings.collect::<Vec<_>>(),
+        "findings": live.findings.iter().map(finding_json).collect::<Vec<_>>(),
         "warnings": live.suspicions,
         "blocked": blocked.collect::<Vec<_>>(),
         "existing": examples(live, options),

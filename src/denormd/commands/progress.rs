@@ -3,12 +3,10 @@
 //!
 //! It is written to standard error, so that standard output contains only results.
 
-use std::{
-    io::{IsTerminal, Write},
-    time::Duration,
-};
+use std::{io::IsTerminal, time::Duration};
 
-use denormd_model::text::duration;
+use crate::commands::notice;
+use denormd_model::{distribution::ratio, text::duration};
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 use tokio::time::Instant;
 
@@ -72,7 +70,7 @@ impl Progress {
             }
             Form::Lines { said } if said.elapsed() >= EVERY => {
                 *said = Instant::now();
-                say(&line(&self.name, done, total, per_second(first.1, done, first.0.elapsed())));
+                notice(&line(&self.name, done, total, per_second(first.1, done, first.0.elapsed())));
             }
             Form::Lines { .. } => {}
         }
@@ -94,20 +92,13 @@ impl Progress {
     }
 }
 
-fn say(line: &str) {
-    // Standard error may be closed.
-    writeln!(std::io::stderr(), "{line}").ok();
-}
-
 /// Formats the rate as a whole number, which indicatif does not.
 fn rate(state: &ProgressState, out: &mut dyn std::fmt::Write) {
     write!(out, "{:.0}/s", state.per_sec()).ok();
 }
 
 fn per_second(from: u64, to: u64, elapsed: Duration) -> f64 {
-    #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
-    let done = to.saturating_sub(from) as f64;
-    done / elapsed.as_secs_f64().max(0.001)
+    ratio(to.saturating_sub(from), 1) / elapsed.as_secs_f64().max(0.001)
 }
 
 /// Formats a plain line: `part-names: 12000 of 50000 (24%), 3000/s, 13 s to go`.
@@ -117,8 +108,7 @@ fn line(name: &str, done: u64, total: Option<u64>, per_second: f64) -> String {
     };
     let share = done.min(total) * 100 / total;
     let left = total.saturating_sub(done);
-    #[expect(clippy::cast_precision_loss, reason = "an estimate for people")]
-    let eta = (per_second > 0.0 && left > 0).then(|| format!(", {} to go", duration(left as f64 / per_second)));
+    let eta = (per_second > 0.0 && left > 0).then(|| format!(", {} to go", duration(ratio(left, 1) / per_second)));
     format!("{name}: {done} of {total} ({share}%), {per_second:.0}/s{}", eta.unwrap_or_default())
 }
 

@@ -250,7 +250,7 @@ fn serve(loaded: &Loaded, ended: &CancellationToken) -> Result<(Arc<Board>, Arc<
     let listener = server::bind(loaded.config.http.listen)?;
     let board = Board::new(&loaded.config.name, Metrics::new()?);
     board.insecure(connect::insecure(&loaded.config.mongodb.uri));
-    let guard = Arc::new(Guard::new(None));
+    let guard = Arc::new(Guard::default());
     guard.obey(&loaded.config.http);
     tokio::spawn(board.clone().watch(ended.clone()));
     tokio::spawn(server::serve(listener, board.clone(), guard.clone(), ended.clone()));

@@ -119,7 +119,7 @@ fn now(word: &str, status: &Status) -> String {
             None => format!("The cause `{name}` no longer holds.\n"),
             Some(found) => {
                 let rules = if found.rules.is_empty() { "every rule".to_owned() } else { found.rules.join(", ") };
-                let since = duration(age(status, found.since));
+                let since = status::since(status, found.since);
                 format!("`{name}` has held for {since}, for {rules}.\n")
             }
         },
@@ -148,7 +148,7 @@ fn now(word: &str, status: &Status) -> String {
         ("errors", _) => {
             let errors = status.errors.iter().take(5).map(|error| {
                 let rule = error.rule.as_ref().map(|rule| format!(" ({rule})")).unwrap_or_default();
-                let when = duration(age(status, error.last));
+                let when = status::since(status, error.last);
                 format!("{when} ago, {} times: {}{rule}: {}", error.count, error.doing, error.message)
             });
             list(errors.collect(), "No recent errors.")
@@ -179,10 +179,6 @@ fn enough(status: &Status) -> Option<u64> {
     let wanted = (size * ENOUGH / bridged.max(60.0) / 100.0).ceil() * 100.0;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a size in megabytes")]
     (bridged < ENOUGH).then_some(LEAST.max(wanted as u64))
-}
-
-fn age(status: &Status, at: i64) -> f64 {
-    f64::from(u32::try_from((status.now - at).max(0)).unwrap_or(u32::MAX)) / 1000.0
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::{
     status::{Backfill, Current, Leadership, Partitions, RetiredField, Rule, Status},
 };
 use denormd_engine::snapshot::{AuditProgress, HeldBack};
-use denormd_model::text::duration;
+use denormd_model::{distribution::ratio, text::duration};
 
 /// Time limit for the daemon's answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -45,7 +45,7 @@ fn text(status: &Status) -> String {
     problems(&mut out, status);
     if !status.rules.is_empty() {
         out.push('\n');
-        out.push_str(&table(&rules(status)));
+        out.push_str(&rules_table(status));
     }
     writeln!(
         out,
@@ -95,7 +95,7 @@ fn problems(out: &mut String, status: &Status) {
 }
 
 fn backfills(status: &Status) -> Vec<Vec<String>> {
-    let row = |rule: &Rule| Some(vec![rule.name.clone(), share(&rule.backfill), pace(&rule.backfill)?]);
+    let row = |rule: &Rule| Some(vec![rule.name.clone(), share(&rule.backfill), explained_pace(&rule.backfill)?]);
     status.rules.iter().filter_map(row).collect()
 }
 
@@ -176,8 +176,7 @@ pub(super) fn unknown(status: &Status) -> Option<&'static str> {
 pub(super) fn role(leadership: &Leadership) -> String {
     match leadership {
         Leadership::Standby { leaders } if !leaders.is_empty() => {
-            let names: Vec<&str> = leaders.iter().map(|leader| leader.instance.as_str()).collect();
-            format!("standby of {}", names.join(" and "))
+            format!("standby of {}", leadership.leaders().join(" and "))
         }
         Leadership::Unknown { .. } => "leader unknown".to_owned(),
         other => other.name().to_owned(),
@@ -197,17 +196,12 @@ pub(super) fn led(Partitions { of, led }: &Partitions) -> String {
 
 /// The table of rules, in the config's order.
 pub(super) fn rules_table(status: &Status) -> String {
-    table(&rules(status))
-}
-
-fn rules(status: &Status) -> Vec<Vec<String>> {
     let head = ["RULE", "STATE", "LAG", "SINCE", "P50", "P99", "BACKFILL", "DEAD"].map(str::to_owned).to_vec();
-    let percentile = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
     let rows = status.rules.iter().map(|rule| {
         vec![
             rule.name.clone(),
             rule.state.replace('_', " "),
-            rule.lag_seconds.map_or_else(|| "-".to_owned(), |lag| if lag > 0.0 { short(lag) } else { "0".to_owned() }),
+            rule.lag_seconds.map_or_else(|| "-".to_owned(), short_lag),
             rule.behind_since.map_or_else(|| "-".to_owned(), |from| format!("{} ago", since(status, from))),
             percentile(rule.propagation.p50),
             percentile(rule.propagation.p99),
@@ -215,7 +209,7 @@ fn rules(status: &Status) -> Vec<Vec<String>> {
             rule.dead_letters.to_string(),
         ]
     });
-    std::iter::once(head).chain(rows).collect()
+    table(&std::iter::once(head).chain(rows).collect::<Vec<_>>())
 }
 
 /// Describes the stale targets of each rule; in one line, if changes are not read yet that may concern many rules.
@@ -271,20 +265,31 @@ pub(super) fn share(backfill: &Backfill) -> String {
     }
 }
 
-/// The rate of a backfill, the remaining time, and the reason for any delay; None unless it is running.
+/// The rate of a backfill and the remaining time; None unless it is running.
 pub(super) fn pace(backfill: &Backfill) -> Option<String> {
-    match backfill {
-        Backfill::None | Backfill::Waiting => None,
-        Backfill::Running { per_second, eta_seconds, held_back, .. } => {
-            let eta = eta_seconds.map(|eta| format!(", {} to go", duration(eta))).unwrap_or_default();
-            let why = match held_back {
-                Some(HeldBack::Limit) => ", held back by limits.backfill_per_second",
-                Some(HeldBack::MajorityBehind) => ", held back: a majority is behind",
-                None => "",
-            };
-            Some(format!("{per_second:.0}/s{eta}{why}"))
-        }
-    }
+    let Backfill::Running { per_second, eta_seconds, .. } = backfill else { return None };
+    let eta = eta_seconds.map(|eta| format!(", {} to go", duration(eta))).unwrap_or_default();
+    Some(format!("{per_second:.0}/s{eta}"))
+}
+
+/// Like [`pace`], with the reason for any delay.
+pub(super) fn explained_pace(backfill: &Backfill) -> Option<String> {
+    let why = match backfill {
+        Backfill::Running { held_back: Some(HeldBack::Limit), .. } => ", held back by limits.backfill_per_second",
+        Backfill::Running { held_back: Some(HeldBack::MajorityBehind), .. } => ", held back: a majority is behind",
+        _ => "",
+    };
+    Some(format!("{}{why}", pace(backfill)?))
+}
+
+/// A percentile as a cell: `-` if there is none.
+pub(super) fn percentile(seconds: Option<f64>) -> String {
+    seconds.map_or_else(|| "-".to_owned(), short)
+}
+
+/// A lag as a cell: `0` if there is none.
+pub(super) fn short_lag(seconds: f64) -> String {
+    if seconds > 0.0 { short(seconds) } else { "0".to_owned() }
 }
 
 pub(super) fn short(seconds: f64) -> String {
@@ -292,8 +297,12 @@ pub(super) fn short(seconds: f64) -> String {
 }
 
 pub(super) fn since(status: &Status, at: i64) -> String {
-    let millis = u32::try_from((status.now - at).max(0)).unwrap_or(u32::MAX);
-    duration(f64::from(millis) / 1000.0)
+    lasted(at, status.now)
+}
+
+/// The time between two moments in milliseconds since 1970.
+pub(super) fn lasted(from: i64, to: i64) -> String {
+    duration(ratio(u64::try_from(to - from).unwrap_or_default(), 1000))
 }
 
 fn table(rows: &[Vec<String>]) -> String {
@@ -330,6 +339,14 @@ mod tests {
         assert!(text(&status).contains("Current as of: not known while several instances share the partitions\n"));
         status.partitions = None;
         assert!(!text(&status).contains("Current as of"), "it has just started");
+    }
+
+    /// `up` stopped at 49 days and 17 hours.
+    #[test]
+    fn a_time_has_no_upper_limit_and_a_clock_that_is_ahead_does_not_matter() {
+        assert_eq!(lasted(1000, 1000 + 60 * 86_400_000), "60 d 0 h");
+        assert_eq!(lasted(1500, 3000), "1.5 s");
+        assert_eq!(lasted(3000, 1500), "0.0 s");
     }
 
     /// In an outage the same line was printed for each of a dozen rules.

@@ -13,7 +13,7 @@ use futures_util::TryStreamExt;
 use serde_json::{Value as Json, json};
 
 use crate::{
-    commands::{Failure, compile, context, notice, print},
+    commands::{Failure, compile, context, notice, plan::finding_json, print},
     server::client,
 };
 use denormd_engine::{
@@ -22,7 +22,7 @@ use denormd_engine::{
     deployment::{instances, lease},
     events::Journal,
     metrics::Metrics,
-    preflight::{self, Finding},
+    preflight,
 };
 use denormd_model::{
     clock::{millis, wall_millis},
@@ -89,7 +89,8 @@ pub async fn support_bundle(
 
 /// Adds the config, and the information that depends on it.
 async fn look(loaded: &Loaded, bundle: &mut Json) {
-    bundle["config"] = settings(loaded);
+    // Without passwords and tokens.
+    bundle["config"] = json!(loaded.effective());
     match compile(loaded).await {
         Ok(plan) => {
             bundle["rules"] = rules(&plan);
@@ -100,11 +101,6 @@ async fn look(loaded: &Loaded, bundle: &mut Json) {
         }
         Err(failure) => bundle["config_error"] = json!(failure.to_string()),
     }
-}
-
-/// The settings in force, without passwords and tokens.
-fn settings(loaded: &Loaded) -> Json {
-    loaded.effective().iter().map(|it| json!({"setting": it.setting, "value": it.value, "from": it.from})).collect()
 }
 
 fn rules(plan: &Plan) -> Json {
@@ -139,7 +135,7 @@ async fn gather(loaded: &Loaded, plan: Plan, bundle: &mut Json) -> Result<(), Fa
     let (server, plan) = (&context.server, &context.plan);
     bundle["server"] = about_server(server).await;
     let findings = preflight::all(server, plan, &config.state.database).await;
-    bundle["plan"] = or_reason(findings.map(|all| all.iter().map(finding).collect()));
+    bundle["plan"] = or_reason(findings.map(|all| all.iter().map(finding_json).collect()));
     let mut collections = Vec::new();
     for namespace in plan.namespaces() {
         collections.push(collection(server, &namespace).await);
@@ -164,13 +160,6 @@ async fn gather(loaded: &Loaded, plan: Plan, bundle: &mut Json) -> Result<(), Fa
     }
     bundle["dead_letters"] = or_reason(dead_letters(server, &config.state.database).await);
     Ok(())
-}
-
-fn finding(finding: &Finding) -> Json {
-    json!({
-        "rule": finding.rule, "message": finding.message,
-        "command": finding.fix.as_ref().map(|fix| &fix.shell), "hint": finding.hint,
-    })
 }
 
 fn or_reason(result: Result<Json>) -> Json {

@@ -9,10 +9,10 @@ use secrecy::SecretString;
 
 use crate::{
     cli::Output,
-    commands::{Failure, compile, print, shown},
+    commands::{Failure, compile, print, print_as},
     dry_run::{self, Differs, Obstacle},
 };
-use denormd_model::{key::Key, namespace::Namespace};
+use denormd_model::{key::Key, namespace::Namespace, text::shown};
 use denormd_mongo::connect;
 use denormd_mql::{Collections, EvalError};
 use denormd_rules::{
@@ -71,16 +71,11 @@ pub async fn test(loaded: &Loaded, output: Output, files: &[PathBuf], uri: Optio
         outcomes.push(outcome);
     }
     let failed = outcomes.iter().filter(|outcome| !outcome.problems.is_empty()).count();
-    match output {
-        Output::Text => print(&format!("{} passed, {failed} failed\n", outcomes.len() - failed)),
-        Output::Json => {
-            let outcomes: serde_json::Value = outcomes.iter().map(Outcome::json).collect();
-            print(&format!(
-                "{outcomes:#}
-"
-            ));
-        }
-    }
+    print_as(
+        output,
+        || format!("{} passed, {failed} failed\n", outcomes.len() - failed),
+        || outcomes.iter().map(Outcome::json).collect(),
+    );
     if failed == 0 { Ok(()) } else { Err(Failure::TestsFailed(failed)) }
 }
 

@@ -19,7 +19,8 @@ use std::{
 use crossterm::event::EventStream;
 use futures_util::StreamExt;
 use ratatui::DefaultTerminal;
-use tokio::{sync::mpsc, task::AbortHandle, time::MissedTickBehavior};
+use tokio::{sync::mpsc, time::MissedTickBehavior};
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
     cli::Output,
@@ -51,7 +52,7 @@ pub async fn top(output: Output, daemon: Daemon) -> Result<(), Failure> {
     model.take(first, wall_millis());
     let mut terminal = ratatui::try_init().map_err(|error| unusable(&error))?;
     let (answers, received) = mpsc::channel(1);
-    let polling = Polling(tokio::spawn(poll(daemon, answers)).abort_handle());
+    let polling = AbortOnDropHandle::new(tokio::spawn(poll(daemon, answers)));
     let outcome = follow(&mut terminal, &mut model, received).await;
     drop(polling);
     ratatui::restore();
@@ -75,15 +76,6 @@ fn suits(output: Output, is_terminal: bool) -> Result<()> {
 
 fn unusable(error: &std::io::Error) -> Error {
     Error::new(Kind::Machine, format!("the terminal cannot be used: {error}"))
-}
-
-/// Ends the task that polls, with the view.
-struct Polling(AbortHandle);
-
-impl Drop for Polling {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }
 
 /// Asks the daemon again and again, until nobody receives the answers.

@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, Document};
 
 use super::{Obstacle, Stop};
 use denormd_engine::reconcile::{
-    compare::created::{ABSENT, stand_ins},
+    compare::created::stand_ins,
     create::{buckets_of, unusable},
     read,
 };
@@ -79,15 +79,6 @@ pub(super) fn held_by_others(
         held.extend(rows.iter().filter_map(key_of));
     }
     Ok(held)
-}
-
-/// The document that a stand-in stands for, as it is before the rule sets its paths.
-pub(super) fn inserted(stand_in: &Document) -> Document {
-    let fields = stand_in.iter().filter(|(name, _)| *name != ABSENT);
-    fields.fold(doc! {}, |mut out, (name, value)| {
-        out.insert(name, value.clone());
-        out
-    })
 }
 
 /// The part of an interval that only a server knows.

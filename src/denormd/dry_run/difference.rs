@@ -3,7 +3,7 @@
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
 
-use denormd_engine::jobs::check::difference::type_name;
+use denormd_model::{shape::type_name, text::shown_or_nothing};
 
 /// A path that differs.
 #[derive(Debug, Clone, PartialEq)]
@@ -67,8 +67,7 @@ impl Differs {
     /// The expected and the found value as text, with their types if these differ.
     #[must_use]
     pub fn shown(&self) -> (String, String) {
-        let text = |value: &Option<Bson>| value.clone().map_or_else(|| "nothing".to_owned(), shown);
-        let (expected, found) = (text(&self.expected), text(&self.found));
+        let (expected, found) = (shown_or_nothing(self.expected.as_ref()), shown_or_nothing(self.found.as_ref()));
         let kinds = (self.expected.as_ref().map(type_name), self.found.as_ref().map(type_name));
         match kinds {
             (Some(left), Some(right)) if left != right => {
@@ -77,11 +76,6 @@ impl Differs {
             _ => (expected, found),
         }
     }
-}
-
-/// Relaxed Extended JSON, as values are written in a test.
-fn shown(value: Bson) -> String {
-    value.into_relaxed_extjson().to_string()
 }
 
 #[cfg(test)]

@@ -40,12 +40,14 @@ pub(super) struct Endpoints {
     limited: [Limit; LIMITED.len()],
 }
 
-impl Endpoints {
-    pub fn new() -> Self {
+impl Default for Endpoints {
+    fn default() -> Self {
         let limit = |path| Limit::new(if path == WAIT { WAITING } else { OPEN });
         Self { monitoring: MONITORING.map(|_| Recent::default()), limited: LIMITED.map(limit) }
     }
+}
 
+impl Endpoints {
     /// Answers the request, or refuses it when its endpoint has too much to do.
     pub async fn answer(&self, request: Request, next: Next) -> Response {
         let path = request.uri().path();
@@ -56,12 +58,10 @@ impl Endpoints {
         if let Some(recent) = monitoring.filter(|_| request.method() == Method::GET) {
             return recent.answer(request, next).await;
         }
+        // The last one is a prefix of every path.
         let at = LIMITED.iter().position(|known| path.starts_with(known)).unwrap_or_default();
         let waits = path == WAIT;
-        match self.limited.get(at) {
-            Some(limit) => limit.answer(request, next, waits).await,
-            None => next.run(request).await,
-        }
+        self.limited[at].answer(request, next, waits).await
     }
 }
 
@@ -73,7 +73,7 @@ struct Limit {
 
 impl Limit {
     fn new(open: usize) -> Self {
-        Self { bucket: Mutex::new(Bucket::full()), open: Semaphore::new(open) }
+        Self { bucket: Mutex::default(), open: Semaphore::new(open) }
     }
 
     async fn answer(&self, request: Request, next: Next, waits: bool) -> Response {
@@ -94,16 +94,10 @@ impl Limit {
 }
 
 /// The last answer of an endpoint, for when it is asked too often.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Recent {
     bucket: Mutex<Bucket>,
     last: Mutex<Option<(Parts, Bytes)>>,
-}
-
-impl Default for Recent {
-    fn default() -> Self {
-        Self { bucket: Mutex::new(Bucket::full()), last: Mutex::default() }
-    }
 }
 
 impl Recent {
@@ -127,18 +121,20 @@ fn take(bucket: &Mutex<Bucket>) -> bool {
     bucket.lock().take(Instant::now())
 }
 
-/// Fills at [`PER_SECOND`], holds [`BURST`].
+/// Fills at [`PER_SECOND`], holds [`BURST`]. It is full at first.
 #[derive(Debug)]
 struct Bucket {
     left: f64,
     at: Instant,
 }
 
-impl Bucket {
-    fn full() -> Self {
+impl Default for Bucket {
+    fn default() -> Self {
         Self { left: BURST, at: Instant::now() }
     }
+}
 
+impl Bucket {
     fn take(&mut self, now: Instant) -> bool {
         let passed = now.saturating_duration_since(self.at).as_secs_f64();
         self.left = (self.left + passed * PER_SECOND).min(BURST);

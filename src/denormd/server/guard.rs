@@ -30,8 +30,8 @@ const BODY: u64 = 4096;
 /// Name of this machine that a browser may use, whichever page makes the request.
 const LOCALHOST: &str = "localhost";
 
-/// Checks every request before it is answered.
-#[derive(Debug)]
+/// Checks every request before it is answered. By default there is no token, and every change is refused.
+#[derive(Debug, Default)]
 pub struct Guard {
     access: RwLock<Access>,
     endpoints: Endpoints,
@@ -51,13 +51,6 @@ struct Access {
 const PROBES: [&str; 2] = ["/livez", "/readyz"];
 
 impl Guard {
-    /// A guard with this token. Without one, every change is refused.
-    #[must_use]
-    pub fn new(token: Option<SecretString>) -> Self {
-        let access = Access { token, ..Access::default() };
-        Self { access: RwLock::new(access), endpoints: Endpoints::new() }
-    }
-
     /// Applies this config from now on.
     pub fn obey(&self, http: &Http) {
         let access = Access {

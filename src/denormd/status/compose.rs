@@ -7,7 +7,7 @@ use denormd_engine::{
     metrics::{Cause, Metrics},
     snapshot::Snapshot,
 };
-use denormd_model::{rule_state::RuleState, text::duration};
+use denormd_model::{distribution::ratio, rule_state::RuleState, text::duration};
 
 use super::{
     Board, State, View,
@@ -243,8 +243,7 @@ fn backfill(seen: &Snapshot, rule: &str) -> Backfill {
         return Backfill::Waiting;
     };
     let elapsed = progress.started.elapsed().as_secs_f64().max(0.001);
-    #[expect(clippy::cast_precision_loss, reason = "a rate and an estimate")]
-    let (scanned, total) = (progress.scanned as f64, progress.total.map(|total| total as f64));
+    let (scanned, total) = (ratio(progress.scanned, 1), progress.total.map(|total| ratio(total, 1)));
     let per_second = scanned / elapsed;
     let eta_seconds = total.filter(|_| per_second > 0.0).map(|total| ((total - scanned) / per_second).max(0.0));
     Backfill::Running {

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use denormd_engine::metrics::Metrics;
+use denormd_model::distribution::ratio;
 
 use super::{
     lag::{Lags, seconds},
@@ -32,7 +33,7 @@ pub struct History {
     headroom: VecDeque<(i64, f64)>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 struct Point {
     /// Its start, in milliseconds since 1970.
     at: i64,
@@ -40,7 +41,6 @@ struct Point {
     lag: f64,
     /// The largest lag of each rule that was late, and None for each rule whose lag was not known.
     rules: BTreeMap<String, Option<f64>>,
-    depth: usize,
     events_rate: f64,
     targets_rate: f64,
     propagation: Percentiles,
@@ -76,8 +76,8 @@ impl Totals {
     fn rates(&self, before: &Self) -> (f64, f64) {
         let elapsed = seconds((self.at - before.at).max(1));
         (
-            count(self.events.saturating_sub(before.events)) / elapsed,
-            count(self.targets.saturating_sub(before.targets)) / elapsed,
+            ratio(self.events.saturating_sub(before.events), 1) / elapsed,
+            ratio(self.targets.saturating_sub(before.targets), 1) / elapsed,
         )
     }
 
@@ -96,7 +96,7 @@ impl Totals {
 
 impl History {
     /// Takes a sample, about once a second. While nothing is known, there are no points.
-    pub fn sample(&mut self, metrics: &Metrics, lags: &Lags, depth: usize, now: i64) {
+    pub fn sample(&mut self, metrics: &Metrics, lags: &Lags, now: i64) {
         let start = now - now.rem_euclid(STEP);
         if self.totals.is_empty() {
             self.totals.push_back(Totals::now(metrics, now));
@@ -105,17 +105,8 @@ impl History {
             self.close(metrics, now);
         }
         let Some(overall) = lags.overall else { return };
-        let open = self.open.get_or_insert_with(|| Point {
-            at: start,
-            lag: 0.0,
-            rules: BTreeMap::new(),
-            depth: 0,
-            events_rate: 0.0,
-            targets_rate: 0.0,
-            propagation: Percentiles::default(),
-        });
+        let open = self.open.get_or_insert_with(|| Point { at: start, ..Point::default() });
         open.lag = open.lag.max(overall);
-        open.depth = open.depth.max(depth);
         for rule in lags.rules.iter().filter(|rule| !rule.is_known || rule.own > 0.0) {
             let largest = open.rules.entry(rule.name.clone()).or_default();
             if rule.is_known {
@@ -161,7 +152,7 @@ impl History {
         let Some(before) = self.totals.iter().rev().nth(1).or(self.totals.back()) else { return 0.0 };
         let (writes, seconds) = metrics.writes();
         let writes = writes.saturating_sub(before.writes.0);
-        if writes == 0 { 0.0 } else { (seconds - before.writes.1) / count(writes) }
+        if writes == 0 { 0.0 } else { (seconds - before.writes.1) / ratio(writes, 1) }
     }
 
     /// Records the oplog's headroom.
@@ -212,20 +203,14 @@ fn rounded(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
-fn count(n: u64) -> f64 {
-    #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
-    let n = n as f64;
-    n
-}
-
 /// Percentiles of counts by bucket, interpolated linearly within a bucket as Prometheus does.
 fn percentiles(counts: &[u64]) -> Percentiles {
     let total: u64 = counts.iter().sum();
     let quantile = |q: f64| {
-        let rank = q * count(total);
+        let rank = q * ratio(total, 1);
         let (mut below, mut lower) = (0.0, 0.0);
         for (nth, bucket) in counts.iter().enumerate() {
-            let here = count(*bucket);
+            let here = ratio(*bucket, 1);
             let Some(upper) = Metrics::bounds().get(nth) else { return lower };
             if *bucket > 0 && below + here >= rank {
                 return lower + (upper - lower) * ((rank - below) / here);
@@ -276,7 +261,7 @@ mod tests {
         let lags = Lags { overall: Some(7.0), rules, ..Lags::default() };
         let (metrics, mut history) = (Metrics::new().unwrap(), History::default());
         for now in [0, STEP] {
-            history.sample(&metrics, &lags, 0, now);
+            history.sample(&metrics, &lags, now);
         }
         let json = history.json(-1);
         assert_eq!(json["rules"], serde_json::json!({"idle": [0.0], "late": [7.0], "paused": [null]}));

@@ -90,7 +90,7 @@ fn standing_still(status: &Status) -> Vec<String> {
             all if all == status.rules.len() => format!("Every rule is {word}."),
             many => {
                 let word = word.replace("its", "their");
-                format!("{many} of {} rules are {word}: {}.", status.rules.len(), named(rules))
+                format!("{many} of {} rules are {word}: {}.", status.rules.len(), named(rules, NAMED))
             }
         })
     };
@@ -105,15 +105,18 @@ fn in_shadow(status: &Status) -> Option<String> {
         0 => None,
         all if all == status.rules.len() => Some("Every rule is in shadow: nothing is written.".to_owned()),
         1 => Some(format!("Rule {} is in shadow: it writes nothing.", rules[0])),
-        many => {
-            Some(format!("{many} of {} rules are in shadow and write nothing: {}.", status.rules.len(), named(&rules)))
-        }
+        many => Some(format!(
+            "{many} of {} rules are in shadow and write nothing: {}.",
+            status.rules.len(),
+            named(&rules, NAMED)
+        )),
     }
 }
 
-fn named(rules: &[String]) -> String {
-    let more = rules.len().saturating_sub(NAMED);
-    let named = rules.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
+/// The names of the first `most` rules, and the number of the others: `a, b and 7 more`.
+pub fn named(rules: &[String], most: usize) -> String {
+    let more = rules.len().saturating_sub(most);
+    let named = rules.iter().take(most).cloned().collect::<Vec<_>>().join(", ");
     if more == 0 { named } else { format!("{named} and {more} more") }
 }
 

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use denormd_engine::{events::Event, metrics::Cause, snapshot::BackfillProgress};
 use tokio::time::Instant;
 
-use super::{causes::ActiveCause, lag::seconds};
+use super::{causes::ActiveCause, lag::seconds, sentence::named};
 use denormd_model::text::duration;
 
 /// Milliseconds that a cause must hold before it is reported; a severe one is reported at once.
@@ -128,13 +128,8 @@ pub fn is_stale(now: i64, resumed: i64) -> bool {
 }
 
 fn event(at: i64, what: &str, rules: Vec<String>, text: &str) -> Event {
-    let named = rules.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
-    let text = match rules.len() {
-        0 => text.to_owned(),
-        n if n <= NAMED => format!("{text} ({named})"),
-        n => format!("{text} ({named} and {} more)", n - NAMED),
-    };
-    Event::new(at, what, rules, text)
+    let named = if rules.is_empty() { String::new() } else { format!(" ({})", named(&rules, NAMED)) };
+    Event::new(at, what, rules, format!("{text}{named}"))
 }
 
 /// Backfills and refused configs have lines of their own.

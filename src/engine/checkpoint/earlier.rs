@@ -6,7 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use bson::{Document, doc};
 
 use denormd_model::{partition::of_deployment, rule_state::BlockReason};
-use denormd_mongo::{Server, all, error::Result};
+use denormd_mongo::{
+    Server, all,
+    error::{Kind, Result},
+};
 use denormd_rules::plan::{Plan, RuleId};
 
 use super::rule_record::{RULES, RuleRecord, is_in_config, read};
@@ -14,7 +17,7 @@ use super::rule_record::{RULES, RuleRecord, is_in_config, read};
 /// The definition of each rule that has run in this deployment, by its name. None can be read without the privilege to.
 pub async fn definitions(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Document>> {
     let records = match records(server, database, deployment, Document::new()).await {
-        Err(error) if error.lacks_privilege() => return Ok(BTreeMap::new()),
+        Err(error) if error.kind == Kind::Privilege => return Ok(BTreeMap::new()),
         records => records?,
     };
     // A definition that is blocked for its effect on existing data has written nothing.

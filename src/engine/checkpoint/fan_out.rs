@@ -12,7 +12,7 @@ use denormd_model::{
     stored_key::{loaded, stored},
 };
 use denormd_mongo::{
-    Reads, Server, bounded,
+    Server, bounded,
     error::{Error, Result},
 };
 use denormd_rules::plan::{Plan, Rule, RuleId};
@@ -111,7 +111,7 @@ impl FanOuts {
         let after = server.operation_time().await?;
         let filter = doc! {"_id": self.id(&rule.name, subject.task, &subject.key)};
         let command = doc! {"find": COLLECTION, "filter": filter, "limit": 1};
-        let found = server.read_state(&self.database, command, Reads { after }).await?.pop();
+        let found = server.read_state(&self.database, command, after).await?.pop();
         found.map(|found| progress(&found, subject.clone()).ok_or_else(|| unreadable(&found))).transpose()
     }
 

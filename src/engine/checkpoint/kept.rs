@@ -7,13 +7,13 @@
 use bson::{
     Binary, Bson, DateTime, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, rawdoc, spec::BinarySubtype,
 };
-use denormd_model::{clock, distribution::number};
+use denormd_model::{clock, distribution::number, position::ClusterTime};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::unreadable;
 use denormd_mongo::{
-    Reads, Server, bounded,
+    Server, bounded,
     command::decoded,
     error::{Error, Result},
 };
@@ -203,7 +203,7 @@ impl Kept<'_> {
                 {"$group": {"_id": null, "bytes": {"$sum": {"$bsonSize": "$$ROOT"}}}},
             ],
         };
-        let rows = self.server.read(self.database, command, Reads::default()).await?;
+        let rows = self.server.read(self.database, command, ClusterTime::default()).await?;
         Ok(decoded(&rows)?.first().and_then(|row| row.get("bytes")).map_or(0, number))
     }
 
@@ -211,7 +211,7 @@ impl Kept<'_> {
     pub async fn count(&self, rule: &str, places: &[&Place]) -> Result<usize> {
         let ids: Vec<Document> = places.iter().map(|place| self.id(rule, place)).collect();
         let command = doc! {"find": COLLECTION, "filter": {"_id": {"$in": ids}}, "projection": {"at": 1}};
-        Ok(self.server.read(self.database, command, Reads::default()).await?.len())
+        Ok(self.server.read(self.database, command, ClusterTime::default()).await?.len())
     }
 
     /// A page of a rule's kept values in the order of their `_id`s, those after `after`.
@@ -219,7 +219,7 @@ impl Kept<'_> {
         let command = doc! {
             "find": COLLECTION, "filter": self.range(rule, after), "sort": {"_id": 1}, "limit": PAGE, "batchSize": 100,
         };
-        let mut pages = self.server.pages(self.database, command, Reads::default()).await?;
+        let mut pages = self.server.pages(self.database, command, ClusterTime::default()).await?;
         let (rows, _) = pages.up_to(PAGE_BYTES).await?;
         rows.iter().map(read).collect()
     }
@@ -233,7 +233,7 @@ impl Kept<'_> {
                 {"$group": {"_id": {"collection": "$_id.collection", "path": "$_id.path"}}}, {"$sort": {"_id": 1}},
             ],
         };
-        let rows = self.server.read(self.database, command, Reads::default()).await?;
+        let rows = self.server.read(self.database, command, ClusterTime::default()).await?;
         // A place that is left out would not be put back.
         let one = |row: &RawDocumentBuf| {
             let row = Document::try_from(row.as_ref())?;

@@ -54,13 +54,15 @@ pub enum RequestedWork {
 
 /// A path of a collection that a rule used to own.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "StoredRetired", into = "StoredRetired")]
 pub struct Retired {
     /// The full name of the collection, with its database.
+    #[serde(rename = "collection")]
     pub collection: String,
     /// The path of the field.
+    #[serde(rename = "path")]
     pub path: FieldPath,
     /// The condition on the rule's targets (`where`): it has written nothing in other documents.
+    #[serde(rename = "where", default, skip_serializing_if = "Option::is_none")]
     pub filter: Option<Document>,
 }
 
@@ -69,31 +71,6 @@ impl Retired {
     #[must_use]
     pub fn namespace(&self) -> (&str, &str) {
         self.collection.split_once('.').unwrap_or_default()
-    }
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct StoredRetired {
-    #[serde(rename = "collection")]
-    collection: String,
-    #[serde(rename = "path")]
-    path: String,
-    #[serde(rename = "where", default, skip_serializing_if = "Option::is_none")]
-    filter: Option<Document>,
-}
-
-impl TryFrom<StoredRetired> for Retired {
-    type Error = String;
-
-    fn try_from(StoredRetired { collection, path, filter }: StoredRetired) -> std::result::Result<Self, String> {
-        let path = FieldPath::parse(&path).map_err(|error| error.to_string())?;
-        Ok(Self { collection, path, filter })
-    }
-}
-
-impl From<Retired> for StoredRetired {
-    fn from(Retired { collection, path, filter }: Retired) -> Self {
-        Self { collection, path: path.to_string(), filter }
     }
 }
 

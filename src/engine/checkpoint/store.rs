@@ -124,13 +124,8 @@ impl Store {
     }
 
     async fn of_cluster(server: &Server, database: &str, deployment: &str, ids: Arc<[String]>) -> Result<Self> {
-        let command = doc! {"listCollections": 1, "filter": {"name": POSITIONS}};
-        let reply = server.database(database).run_command(command).await?;
-        let uuid = reply
-            .get_document("cursor")
-            .and_then(|cursor| cursor.get_array("firstBatch"))
-            .ok()
-            .and_then(|batch| batch.first()?.as_document()?.get_document("info").ok()?.get("uuid").cloned());
+        let listed = server.listed(database, doc! {"filter": {"name": POSITIONS}}).await?;
+        let uuid = listed.first().and_then(|found| found.get_document("info").ok()?.get("uuid").cloned());
         let cluster = uuid.ok_or_else(|| Error::internal("the collection of positions has no UUID"))?;
         Ok(Self { database: database.to_owned(), deployment: deployment.to_owned(), ids, cluster: Arc::new(cluster) })
     }

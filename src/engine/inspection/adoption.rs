@@ -22,7 +22,6 @@ use crate::reconcile::{
 };
 use denormd_model::{field_path::FieldPath, key::Key, position::ClusterTime, text::counted};
 use denormd_mongo::{
-    Reads,
     command::decoded,
     error::{Kind, Result},
 };
@@ -432,7 +431,7 @@ impl Counting<'_> {
         let database = &self.rule.target.namespace.database;
         let mut found = 0;
         let result: Result<bool> = async {
-            let mut pages = self.context.server.pages(database, command, Reads { after: self.after }).await?;
+            let mut pages = self.context.server.pages(database, command, self.after).await?;
             while let Some(page) = pages.next().await? {
                 found += page.len() as u64;
                 let mut rows = page.as_slice();
@@ -471,8 +470,7 @@ impl Counting<'_> {
             self.out.figures.basis = Basis::All;
             return compared.iter().try_for_each(|compared| self.add(compared));
         }
-        let reads = Reads { after: self.after };
-        match context.server.read(&rule.target.namespace.database, holding, reads).await {
+        match context.server.read(&rule.target.namespace.database, holding, self.after).await {
             Ok(found) if found.is_empty() => self.out.figures.basis = Basis::AllWithValues,
             Ok(_) => {}
             Err(error) if error.kind == Kind::ReadTimedOut => {}

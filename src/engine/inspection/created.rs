@@ -3,13 +3,12 @@
 use bson::{Document, doc};
 use futures_util::TryStreamExt;
 
-use super::suspicion::place_of;
 use crate::reconcile::{Context, create::id_expression, read};
-use denormd_model::distribution::number;
+use denormd_model::{distribution::number, position::ClusterTime};
 use denormd_mongo::{
-    Reads, Server,
+    Server,
     command::decoded,
-    error::{Error, Result},
+    error::{Error, Kind, Result},
 };
 use denormd_rules::{
     config::Mistake,
@@ -39,9 +38,9 @@ pub(super) async fn inserts(context: &Context, rule: &Rule) -> Result<Option<u64
     ]);
     let mut command = read::command(&source.collection, stages);
     command.insert("maxTimeMS", READ);
-    match context.server.read(&source.database, command, Reads::default()).await {
+    match context.server.read(&source.database, command, ClusterTime::default()).await {
         Ok(rows) => Ok(Some(decoded(&rows)?.first().and_then(|row| row.get("n")).map_or(0, number))),
-        Err(error) if error.is_read_timeout() || error.is_refusal() => Ok(None),
+        Err(error) if matches!(error.kind, Kind::ReadTimedOut | Kind::Refused) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -57,7 +56,7 @@ pub async fn expiring(server: &Server, rule: &Rule) -> Result<Option<Mistake>> {
         Ok(cursor) => cursor.try_collect::<Vec<Document>>().await?,
         // The collection does not exist.
         Err(error) => match Error::from(error) {
-            error if error.is_refusal() => return Ok(None),
+            error if error.kind == Kind::Refused => return Ok(None),
             error => return Err(error),
         },
     };
@@ -66,5 +65,5 @@ pub async fn expiring(server: &Server, rule: &Rule) -> Result<Option<Mistake>> {
     let message =
         format!("documents of `{source}` expire (a TTL index on `{path}`), and their totals shrink with them");
     let hint = "the values are those of the sources that are left; to keep totals, remove the index or keep the sources longer";
-    Ok(Some(Mistake::new(place_of(rule, Role::Source), message).hint(hint)))
+    Ok(Some(Mistake::new(rule.side_at(Role::Source), message).hint(hint)))
 }

@@ -24,7 +24,6 @@ use denormd_model::{
     position::ClusterTime,
 };
 use denormd_mongo::{
-    Reads,
     command::{decoded, limited},
     error::{Error, Kind, Result},
 };
@@ -62,7 +61,7 @@ pub(super) async fn compare(
 ) -> Result<Option<Compare>> {
     let documents = match documents(context, rule, tree, after).await {
         Ok(documents) => documents,
-        Err(error) if error.is_read_timeout() => return Ok(None),
+        Err(error) if error.kind == Kind::ReadTimedOut => return Ok(None),
         Err(error) => return Err(error),
     };
     let mut levels = Levels::of(rule, tree, documents);
@@ -80,13 +79,13 @@ pub(super) async fn compare(
                         levels.settle(rule, compared, &mut out)?;
                     }
                 }
-                Err(error) if error.is_read_timeout() => return Ok(None),
-                Err(error) if (error.is_refusal() || error.exceeds_batch()) && page.len() > 1 => {
+                Err(error) if error.kind == Kind::ReadTimedOut => return Ok(None),
+                Err(error) if matches!(error.kind, Kind::Refused | Kind::TooLarge) && page.len() > 1 => {
                     let (front, back) = page.split_at(page.len() / 2);
                     stack.extend([back, front]);
                 }
                 // It becomes a dead letter, and keeps its values.
-                Err(error) if error.is_refusal() || error.exceeds_batch() => out.failing += 1,
+                Err(error) if matches!(error.kind, Kind::Refused | Kind::TooLarge) => out.failing += 1,
                 Err(error) => return Err(error),
             }
         }
@@ -102,7 +101,7 @@ async fn documents(context: &Context, rule: &Rule, tree: Tree, after: ClusterTim
         "find": &target.collection, "filter": rule.target.filter.clone().unwrap_or_default(), "projection": fields,
         "batchSize": 10_000, "collation": simple_collation(),
     };
-    decoded(&context.server.read(&target.database, limited(command, READ), Reads { after }).await?)
+    decoded(&context.server.read(&target.database, limited(command, READ), after).await?)
 }
 
 /// The documents of a tree, each level after those that it reads.
@@ -189,7 +188,7 @@ impl Levels {
             return Err(Error::new(Kind::TooLarge, "these documents have more sources than a command may contain"));
         }
         let database = &rule.source.namespace.database;
-        let found = context.server.read(database, limited(command, READ), Reads { after }).await?;
+        let found = context.server.read(database, limited(command, READ), after).await?;
         found.iter().try_for_each(|row| rows.take(row))
     }
 

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::reconcile::{Context, read};
 use denormd_model::key::Key;
-use denormd_mongo::error::Result;
+use denormd_mongo::error::{Kind, Result};
 use denormd_rules::plan::{Pair, Rule};
 
 /// The subject of a lookup: a rule has at most one lookup for each subject.
@@ -50,7 +50,7 @@ pub(super) async fn lookups(context: &Context, rule: &Rule, key: Option<Key>) ->
         let reply = match context.server.database(&namespace.database).run_command(explain).await {
             Ok(reply) => reply,
             // A filter or a collection that the server refuses is reported separately.
-            Err(error) if denormd_mongo::error::Error::from(error.clone()).is_refusal() => continue,
+            Err(error) if denormd_mongo::error::Error::from(error.clone()).kind == Kind::Refused => continue,
             Err(error) => return Err(error.into()),
         };
         let mut stages = Stages::default();

@@ -14,7 +14,7 @@ use crate::{
         in_tree,
         lookups::{self, Lookup},
     },
-    jobs::check::difference::{Differing, type_name},
+    jobs::check::difference::Differing,
     reconcile::{
         Context,
         applied::applied,
@@ -26,8 +26,13 @@ use denormd_model::{
     distribution::{self, How, number},
     field_path::{Segment, value_at},
     key::{Key, id_of, whole_number},
+    position::ClusterTime,
+    shape::type_name,
 };
-use denormd_mongo::{Reads, command::decoded, error::Result};
+use denormd_mongo::{
+    command::decoded,
+    error::{Kind, Result},
+};
 use denormd_rules::plan::{Rule, Side, reference::Role};
 
 /// The most bytes that a document may have.
@@ -363,10 +368,7 @@ async fn has_many(context: &Context, rule: &Rule, role: Role) -> Result<bool> {
 
 /// Number of documents in a side's collection.
 pub(super) async fn count(context: &Context, rule: &Rule, role: Role) -> Result<u64> {
-    let namespace = match role {
-        Role::Source => &rule.source.namespace,
-        Role::Target => &rule.target.namespace,
-    };
+    let namespace = &rule.side(role).namespace;
     // Without a filter the server knows the number and does not count.
     let reply = context.server.database(&namespace.database).run_command(doc! {"count": &namespace.collection}).await?;
     Ok(reply.get("n").map_or(0, number))
@@ -453,7 +455,8 @@ impl Pass {
             "aggregate": &side.namespace.collection, "pipeline": stages, "cursor": {}, "allowDiskUse": true,
             "maxTimeMS": PASS, "collation": read::simple_collation(),
         };
-        let Some(rows) = too_long(context.server.read(&side.namespace.database, command, Reads::default()).await)?
+        let Some(rows) =
+            too_long(context.server.read(&side.namespace.database, command, ClusterTime::default()).await)?
         else {
             return Ok(None);
         };
@@ -495,10 +498,7 @@ pub(super) async fn sampled(
     size: i64,
     more: Vec<Document>,
 ) -> Result<Vec<Document>> {
-    let side = match role {
-        Role::Source => &rule.source,
-        Role::Target => &rule.target,
-    };
+    let side = rule.side(role);
     let mut stages: Vec<Document> = side.filter.clone().map(|filter| doc! {"$match": filter}).into_iter().collect();
     stages.push(doc! {"$sample": {"size": size}});
     stages.extend(more);
@@ -506,7 +506,7 @@ pub(super) async fn sampled(
         "aggregate": &side.namespace.collection, "pipeline": stages, "cursor": {}, "allowDiskUse": true,
         "collation": read::simple_collation(),
     };
-    decoded(&context.server.read(&side.namespace.database, command, Reads::default()).await?)
+    decoded(&context.server.read(&side.namespace.database, command, ClusterTime::default()).await?)
 }
 
 /// Removes the targets that the server would refuse to write. Returns the places because of which it would.
@@ -582,7 +582,7 @@ pub(super) async fn answered(context: &Context, rule: &Rule, held: &[Vec<Key>], 
         command.insert("projection", rule.reference.projection(other));
         command.insert("limit", FOUND);
         command.remove("sort");
-        let found = decoded(&context.server.read(&side.namespace.database, command, Reads::default()).await?)?;
+        let found = decoded(&context.server.read(&side.namespace.database, command, ClusterTime::default()).await?)?;
         // Some keys have so many documents that others may have been cut off.
         if found.len() >= usize::try_from(FOUND).unwrap_or(usize::MAX) && keys.len() > 1 {
             let (front, back) = keys.split_at(keys.len() / 2);
@@ -634,7 +634,7 @@ async fn counts(context: &Context, rule: &Rule, sample: &[Vec<Key>], other: Role
         let filter = command.get_document("filter").cloned().unwrap_or_default();
         match context.server.count(&side.namespace, filter).await {
             Ok(count) => out.push(count),
-            Err(error) if error.is_command_timeout() => {}
+            Err(error) if error.kind == Kind::TimedOut => {}
             Err(error) => return Err(error),
         }
     }
@@ -649,10 +649,8 @@ fn distribution(counts: Vec<u64>) -> Option<Distribution> {
 /// Number of sampled targets that the collection's validator would refuse after the rule's changes.
 async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Result<u64> {
     let namespace = &rule.target.namespace;
-    let list = doc! {"listCollections": 1, "filter": {"name": &namespace.collection}};
-    let reply = context.server.database(&namespace.database).run_command(list).await?;
-    let info = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch")).ok();
-    let options = info.and_then(|batch| batch.first()?.as_document()?.get_document("options").ok());
+    let listed = context.server.listed(&namespace.database, doc! {"filter": {"name": &namespace.collection}}).await?;
+    let options = listed.first().and_then(|found| found.get_document("options").ok());
     let Some(validator) = options.and_then(|options| options.get_document("validator").ok()) else { return Ok(0) };
     let warns = options.is_some_and(|options| options.get_str("validationAction").is_ok_and(|action| action == "warn"));
     let changing: Vec<&Compared> = compared.iter().filter(|c| c.differences().next().is_some()).take(TRIED).collect();
@@ -662,7 +660,7 @@ async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Resul
     let ids: Vec<Bson> = changing.iter().map(|compared| compared.target.clone()).collect();
     let command =
         doc! {"find": &namespace.collection, "filter": {"_id": {"$in": ids}}, "collation": read::simple_collation()};
-    let mut targets = decoded(&context.server.read(&namespace.database, command, Reads::default()).await?)?;
+    let mut targets = decoded(&context.server.read(&namespace.database, command, ClusterTime::default()).await?)?;
     for target in &mut targets {
         let id = id_of(target);
         if let Some(compared) = changing.iter().find(|compared| compared.target == id) {
@@ -681,7 +679,7 @@ async fn refused(context: &Context, rule: &Rule, compared: &[Compared]) -> Resul
             doc! {"$project": {"_id": 1}},
         ];
         let command = doc! {"aggregate": 1, "pipeline": stages, "cursor": {}};
-        accepted += context.server.read(&namespace.database, command, Reads::default()).await?.len();
+        accepted += context.server.read(&namespace.database, command, ClusterTime::default()).await?.len();
     }
     Ok(targets.len().saturating_sub(accepted) as u64)
 }

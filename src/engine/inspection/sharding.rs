@@ -5,8 +5,11 @@
 use bson::{Document, doc};
 use serde::Serialize;
 
-use denormd_model::field_path::FieldPath;
-use denormd_mongo::{Reads, Server, error::Result};
+use denormd_model::{field_path::FieldPath, position::ClusterTime};
+use denormd_mongo::{
+    Server,
+    error::{Kind, Result},
+};
 use denormd_rules::plan::Rule;
 
 /// A collection that is sharded, or may be.
@@ -53,12 +56,12 @@ pub(super) async fn of_rule(server: &Server, rule: &Rule) -> Result<Vec<Sharded>
             continue;
         }
         let command = doc! {"find": "collections", "filter": {"_id": &collection}, "limit": 1};
-        let key = match server.read("config", command, Reads::default()).await {
+        let key = match server.read("config", command, ClusterTime::default()).await {
             Ok(rows) => {
                 let entry = rows.first().map(|row| Document::try_from(row.as_ref())).transpose()?;
                 shard_key(entry.as_ref())
             }
-            Err(error) if error.lacks_privilege() => Some(ShardKey::Unknown),
+            Err(error) if error.kind == Kind::Privilege => Some(ShardKey::Unknown),
             Err(error) => return Err(error),
         };
         out.extend(key.map(|key| Sharded { collection, key }));

@@ -13,9 +13,10 @@ use crate::preflight;
 use denormd_model::{
     field_path::{FieldPath, Segment},
     namespace::Namespace,
+    position::ClusterTime,
     shape::{Field, Shape},
 };
-use denormd_mongo::{Reads, Server, command::decoded, error::Result};
+use denormd_mongo::{Server, command::decoded, error::Result};
 use denormd_rules::{
     config::{ConfigPath, KeyType, Mistake},
     plan::{
@@ -118,12 +119,6 @@ pub fn without_a_server(rule: &Rule) -> Vec<Mistake> {
     found
 }
 
-/// The place where a rule names one of its collections.
-#[must_use]
-pub fn place_of(rule: &Rule, role: Role) -> ConfigPath {
-    rule.side_at(role)
-}
-
 /// The place of an entry of `match`.
 #[must_use]
 pub fn pair_place(rule: &Rule, pair: &Pair) -> Mistake {
@@ -158,7 +153,7 @@ fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
 
 async fn look(server: &Server, side: &Side) -> Result<Seen> {
     let Namespace { database, collection } = &side.namespace;
-    let names = collections(server, database).await?;
+    let names = server.collections(database).await?;
     let mut seen = Seen::default();
     if !names.contains(collection) {
         let database_absent = names.is_empty();
@@ -189,18 +184,11 @@ async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>)
     let command = doc! {
         "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": TIMEOUT, "allowDiskUse": true,
     };
-    match server.read(&namespace.database, command, Reads::default()).await {
+    match server.read(&namespace.database, command, ClusterTime::default()).await {
         Ok(rows) => Ok(Some(decoded(&rows)?)),
         Err(error) if error.leaves_unknown() => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-async fn collections(server: &Server, database: &str) -> Result<Vec<String>> {
-    let command = doc! {"listCollections": 1, "nameOnly": true};
-    let rows = server.database(database).run_cursor_command(command).await;
-    let rows: Vec<Document> = futures_util::TryStreamExt::try_collect(rows?).await?;
-    Ok(rows.iter().filter_map(|row| row.get_str("name").ok().map(ToOwned::to_owned)).collect())
 }
 
 /// The most similar known name, if it is similar enough.
@@ -285,8 +273,7 @@ fn reversed(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
 fn as_met(seen: &Seen, path: &FieldPath) -> Option<String> {
     let shape = seen.shape.as_ref()?;
     let (mut met, mut text) = (String::new(), String::new());
-    for segment in path.segments() {
-        let Segment::Name(name) = segment else { continue };
+    for name in path.names() {
         for part in [&mut met, &mut text] {
             if !part.is_empty() {
                 part.push('.');

@@ -23,7 +23,10 @@ use crate::{
     snapshot::BackfillProgress,
 };
 use denormd_model::{failpoint, key::Key, position::ClusterTime, rule_state::RuleState};
-use denormd_mongo::{code, error::Result};
+use denormd_mongo::{
+    code,
+    error::{Kind, Result},
+};
 use denormd_rules::plan::{Rule, RuleId, reference::Role};
 
 mod levels;
@@ -175,7 +178,7 @@ impl RuleBackfill<'_> {
                 Ok(true) => {}
                 Ok(false) => return Ok(false),
                 // `where` cannot be evaluated on an ancestor. The pages below take more passes, and reach every document.
-                Err(error) if error.is_refusal() => {}
+                Err(error) if error.kind == Kind::Refused => {}
                 Err(error) => return Err(error),
             }
         }

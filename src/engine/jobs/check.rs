@@ -30,7 +30,7 @@ use crate::{
 };
 use denormd_model::{failpoint, key::Key, position::ClusterTime};
 use denormd_mongo::{
-    Pages, Reads,
+    Pages,
     command::decoded,
     error::{Error, Kind, Result},
 };
@@ -337,7 +337,7 @@ async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
         "cursor": {"batchSize": i32::try_from(PAGE).unwrap_or(200)}, "allowDiskUse": true,
         "collation": read::simple_collation(),
     };
-    context.server.pages(&rule.target.namespace.database, command, Reads::default()).await
+    context.server.pages(&rule.target.namespace.database, command, ClusterTime::default()).await
 }
 
 /// Stand-ins for the documents that some sources should have and do not have.
@@ -350,7 +350,7 @@ async fn absent_in_sample(context: &Context, rule: &Rule, size: u64, time: Clust
         rule.source.filter.clone().map(|filter| doc! {"$match": filter}).into_iter().collect();
     stages.extend([doc! {"$sample": {"size": size}}, doc! {"$project": rule.reference.projection(Role::Source)}]);
     let command = read::command(&rule.source.namespace.collection, stages);
-    let mut pages = context.server.pages(&rule.source.namespace.database, command, Reads::default()).await?;
+    let mut pages = context.server.pages(&rule.source.namespace.database, command, ClusterTime::default()).await?;
     let mut absent = Vec::new();
     while let Some(page) = pages.next().await? {
         absent.extend(context.documents_of(rule, &decoded(&page)?, time).await?.absent);

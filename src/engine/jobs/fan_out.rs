@@ -34,7 +34,7 @@ use crate::{
 };
 use denormd_model::{failpoint, key::Key, position::ClusterTime};
 use denormd_mongo::{
-    Reads, code,
+    code,
     command::limited,
     error::{Error, Kind, Result},
 };
@@ -129,8 +129,7 @@ impl Pass<'_> {
         let Subject { task, key, .. } = &job.subject;
         let Some(command) = read::found_in_order(rule, *task, key, job.after.as_ref()) else { return Ok(true) };
         let command = limited(command, context.limits.read_timeout);
-        let reads = Reads { after: self.time };
-        let mut pages = context.server.pages(&rule.target.namespace.database, command, reads).await?;
+        let mut pages = context.server.pages(&rule.target.namespace.database, command, self.time).await?;
         while let Some(rows) = pages.next().await? {
             for rows in rows.chunks(PAGE) {
                 let last = rows.last().map(id_of).transpose()?;
@@ -293,7 +292,7 @@ impl JobRunner<'_> {
                 read => read,
             };
             match read {
-                Err(error) if error.is_read_timeout() && job.after == pass.begun => {
+                Err(error) if error.kind == Kind::ReadTimedOut && job.after == pass.begun => {
                     tracing::info!(rule = %self.rule.name, "one read for all targets takes too long: reading the collection in parts");
                     // The order may differ: it restarts with the first part, and stays with parts from then on.
                     (job.in_parts, job.after, pass.begun) = (true, None, None);

@@ -22,11 +22,8 @@ use crate::{
     },
     reconcile::{Context, read::simple_collation},
 };
-use denormd_model::{failpoint, field_path::FieldPath, key::Key, rule_state::RuleState};
-use denormd_mongo::{
-    Reads,
-    error::{Error, Result},
-};
+use denormd_model::{failpoint, field_path::FieldPath, key::Key, position::ClusterTime, rule_state::RuleState};
+use denormd_mongo::error::{Error, Result};
 
 /// Time limit for deleting kept values that are put back.
 const CLEARING: Duration = Duration::from_secs(5);
@@ -224,7 +221,7 @@ async fn judged<'a>(context: &Context, page: &'a [KeptValue]) -> Result<Vec<(&'a
         for value in values {
             verdicts.entry(Key::one(value.place.target.clone())).or_default().push(value);
         }
-        let mut pages = context.server.pages(database, command, Reads::default()).await?;
+        let mut pages = context.server.pages(database, command, ClusterTime::default()).await?;
         while let Some(rows) = pages.next().await? {
             for row in rows {
                 let target = Document::try_from(row.as_ref())?;

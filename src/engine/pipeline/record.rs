@@ -263,7 +263,7 @@ mod tests {
 
     #[test]
     fn a_block_applies_to_a_stopped_rule_and_nothing_else_does() {
-        let paused = RuleState::PAUSED;
+        let paused = RuleState::Paused { until: None, blocked: None };
         assert!(block().applies_to(&paused) && block().applies_to(&RuleState::Live));
         assert_eq!(block().next(&paused), Some((paused.blocked(BlockReason::SourceGone), Agreement::Ended)));
         assert!(!block().applies_to(&paused.blocked(BlockReason::RemovalLimit)));

@@ -18,7 +18,7 @@ use denormd_model::{
     namespace::Namespace,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_mongo::error::Result;
+use denormd_mongo::error::{Kind, Result};
 use denormd_rules::plan::{Rule, RuleId};
 
 /// Interval between reads of the list of existing source collections.
@@ -130,7 +130,7 @@ pub(super) async fn read_sources(context: &Context) -> Result<Vec<(Namespace, Op
     let mut found = Vec::new();
     for (database, names) in names {
         let mut uuids = match context.server.collection_uuids(database, &names).await {
-            Err(error) if error.lacks_privilege() => continue,
+            Err(error) if error.kind == Kind::Privilege => continue,
             uuids => uuids?,
         };
         let of_one =

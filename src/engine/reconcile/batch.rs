@@ -23,7 +23,6 @@ use crate::{
 };
 use denormd_model::{key::Key, namespace::Namespace, position::ClusterTime};
 use denormd_mongo::{
-    Reads,
     command::limited,
     error::{Error, Kind, Result},
 };
@@ -97,7 +96,7 @@ impl Item {
 impl Run<'_> {
     pub(super) async fn read(&self, role: Role, command: Document, after: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
         let (database, command) = (&self.namespace(role).database, limited(command, self.limit));
-        self.context.server.read(database, command, Reads { after }).instrument(self.reading(role)).await
+        self.context.server.read(database, command, after).instrument(self.reading(role)).await
     }
 
     /// The same for this number of items. Several of them read at most `limits.batch_bytes`.
@@ -111,7 +110,7 @@ impl Run<'_> {
         let most = if items > 1 { self.context.limits.batch_bytes } else { usize::MAX };
         let read = async {
             let (database, command) = (&self.namespace(role).database, limited(command, self.limit));
-            self.context.server.pages(database, command, Reads { after }).await?.up_to(most).await
+            self.context.server.pages(database, command, after).await?.up_to(most).await
         };
         let (rows, all) = read.instrument(self.reading(role)).await?;
         self.bytes.fetch_add(rows.iter().map(|row| row.as_bytes().len()).sum(), Ordering::Relaxed);
@@ -119,10 +118,7 @@ impl Run<'_> {
     }
 
     pub(super) fn namespace(&self, role: Role) -> &Namespace {
-        match role {
-            Role::Source => &self.rule.source.namespace,
-            Role::Target => &self.rule.target.namespace,
-        }
+        &self.rule.side(role).namespace
     }
 
     pub(super) fn reading(&self, role: Role) -> Span {

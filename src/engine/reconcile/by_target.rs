@@ -16,7 +16,7 @@ use crate::reconcile::{
     value::{Rows, index, target_key, target_key_without_source},
 };
 use denormd_model::{
-    field_path::{FieldPath, Segment},
+    field_path::FieldPath,
     key::{Key, id_of},
     position::ClusterTime,
 };
@@ -239,11 +239,8 @@ fn read_element(rule: &Rule, element: &Bson) -> Option<Bson> {
         return Some(element.clone());
     }
     let inside = element.as_document()?;
-    let names = of_target.elements.iter().filter_map(|path| match path.below(each)? {
-        [Segment::Name(name), ..] => Some(name),
-        _ => None,
-    });
-    let read: Document = names.filter_map(|name| Some((name.clone(), inside.get(name)?.clone()))).collect();
+    let names = of_target.elements.iter().filter_map(|path| path.below(each)?.first()?.name());
+    let read: Document = names.filter_map(|name| Some((name.to_owned(), inside.get(name)?.clone()))).collect();
     Some(read.into())
 }
 

@@ -24,7 +24,6 @@ use denormd_model::{
     position::ClusterTime,
 };
 use denormd_mongo::{
-    Reads,
     command::decoded,
     error::{Error, Kind, Result},
 };
@@ -168,7 +167,7 @@ pub async fn compare_by(
         let limit = context.limits.read_timeout;
         match compare_at_once(context, rule, part, after, (limit, sources), take).await {
             Ok(()) => {}
-            Err(error) if error.exceeds_batch() && part.len() > 1 => {
+            Err(error) if error.kind == Kind::TooLarge && part.len() > 1 => {
                 let (front, back) = part.split_at(part.len() / 2);
                 stack.extend([back, front]);
             }
@@ -275,7 +274,7 @@ pub async fn compare_each(
         let mut compared = |compared: Result<Compared>| {
             match compared {
                 Ok(compared) => take(compared),
-                Err(error) if error.is_refusal() => failing += 1,
+                Err(error) if error.kind == Kind::Refused => failing += 1,
                 Err(error) => return Err(error),
             }
             Ok(())
@@ -283,7 +282,7 @@ pub async fn compare_each(
         let reads = (context.limits.read_timeout, None);
         match compare_at_once(context, rule, part, after, reads, &mut compared).await {
             Ok(()) => {}
-            Err(error) if !(error.is_refusal() || error.is_read_timeout() || error.exceeds_batch()) => {
+            Err(error) if !matches!(error.kind, Kind::Refused | Kind::ReadTimedOut | Kind::TooLarge) => {
                 return Err(error);
             }
             Err(_) if part.len() > 1 => {
@@ -421,7 +420,7 @@ pub async fn compare_ids_each(
         match by_ids(context, rule, part, after, &mut parts).await {
             Ok(Some(targets)) => failing += compare_each(context, rule, &targets, after, take).await?,
             Ok(None) => {}
-            Err(error) if !error.is_refusal() => return Err(error),
+            Err(error) if error.kind != Kind::Refused => return Err(error),
             Err(_) if part.len() > 1 => {
                 let (front, back) = part.split_at(part.len() / 2);
                 parts.extend([back, front]);
@@ -467,7 +466,7 @@ async fn by_ids<'a>(
         "collation": read::simple_collation(),
     };
     let most = if ids.len() > 1 { context.limits.batch_bytes } else { usize::MAX };
-    let mut pages = context.server.pages(&rule.target.namespace.database, command, Reads { after }).await?;
+    let mut pages = context.server.pages(&rule.target.namespace.database, command, after).await?;
     let (rows, all) = pages.up_to(most).await?;
     if !all {
         let (front, back) = ids.split_at(ids.len() / 2);

@@ -30,7 +30,7 @@ use crate::{
 };
 use denormd_model::{key::Key, partition::Partition, position::ClusterTime};
 use denormd_mongo::{
-    Fence, Reads, Server,
+    Fence, Server,
     command::{limited, rows_of},
     error::{Error, Kind, Result},
 };
@@ -168,15 +168,14 @@ impl Context {
             return Ok(Some(known));
         }
         let read = async {
-            let reads = Reads { after: ClusterTime::default() };
-            let mut pages = self.server.pages(&rule.source.namespace.database, limited(command, limit), reads).await?;
-            let (rows, _) = pages.up_to(usize::MAX).await?;
+            let database = &rule.source.namespace.database;
+            let rows = self.server.read(database, limited(command, limit), ClusterTime::default()).await?;
             let row = rows.first().ok_or_else(|| Error::internal("no row without input"))?;
             row.get_document("v").map(ToOwned::to_owned).map_err(|_| Error::internal("a row without values"))
         };
         let values = match read.await {
             Ok(values) => Ok(values),
-            Err(error) if error.is_refusal() => Err(error.message),
+            Err(error) if error.kind == Kind::Refused => Err(error.message),
             Err(error) => return Err(error),
         };
         self.memory.traits.learn(rule.id, |traits| traits.no_input = Some(values.clone()));
@@ -196,7 +195,7 @@ impl Context {
             rows = Rows::alone(rule, keys, self.take_turn(load.limit).await?);
         }
         let mut filled = self.unless_stopping(load.limit, self.fill(&mut rows, rule, keys, after, load)).await;
-        if load.items <= 1 && filled.as_ref().is_err_and(Error::exceeds_batch) && !rows.is_alone() {
+        if load.items <= 1 && filled.as_ref().is_err_and(|error| error.kind == Kind::TooLarge) && !rows.is_alone() {
             rows = Rows::alone(rule, keys, self.take_turn(load.limit).await?);
             filled = self.unless_stopping(load.limit, self.fill(&mut rows, rule, keys, after, load)).await;
         }
@@ -234,7 +233,7 @@ impl Context {
         let database = &rule.source.namespace.database;
         let may = load.sources.is_none() && !self.memory.traits.shortcut_fails(rule.id);
         if let Some(command) = read::sources_by_shortcut(rule, keys).filter(|_| may) {
-            let mut pages = self.server.pages(database, limited(command, load.limit), Reads { after }).await?;
+            let mut pages = self.server.pages(database, limited(command, load.limit), after).await?;
             let mut right = true;
             while let Some(batch) = pages.batch().await?.filter(|_| right) {
                 for row in rows_of(&batch)? {
@@ -250,7 +249,7 @@ impl Context {
             rows.clear();
         }
         let command = load.sources.map_or_else(|| read::sources(rule, keys), |sources| sources(keys));
-        let mut pages = self.server.pages(database, limited(command, load.limit), Reads { after }).await?;
+        let mut pages = self.server.pages(database, limited(command, load.limit), after).await?;
         while let Some(batch) = pages.batch().await? {
             for row in rows_of(&batch)? {
                 rows.take(&row?)?;

@@ -38,7 +38,6 @@ use crate::{
 };
 use denormd_model::{key::Key, namespace::Namespace, position::ClusterTime};
 use denormd_mongo::{
-    Reads,
     command::{decoded, limited},
     error::{Error, Kind, Result},
 };
@@ -150,7 +149,7 @@ impl Context {
         // A source has as many keys as its array has elements.
         for keys in keys.chunks(AT_ONCE) {
             let command = limited(buckets_of(rule, keys), self.limits.read_timeout);
-            let rows = self.server.read(&rule.source.namespace.database, command, Reads::default()).await?;
+            let rows = self.server.read(&rule.source.namespace.database, command, ClusterTime::default()).await?;
             for row in &rows {
                 found.push(key_of(row)?);
             }
@@ -182,7 +181,7 @@ impl Context {
         while let Some(part) = stack.pop() {
             match self.documents_of_at_once(rule, part, time).await {
                 Ok(found) => all.extend(found),
-                Err(error) if !error.is_refusal() => return Err(error),
+                Err(error) if error.kind != Kind::Refused => return Err(error),
                 Err(_) if part.len() > 1 => {
                     let (front, back) = part.split_at(part.len() / 2);
                     stack.extend([back, front]);
@@ -221,7 +220,7 @@ impl Context {
                 "batchSize": 10_000, "collation": simple_collation(),
             };
             let command = limited(command, self.limits.read_timeout);
-            let rows = self.server.read(&rule.target.namespace.database, command, Reads { after: time }).await?;
+            let rows = self.server.read(&rule.target.namespace.database, command, time).await?;
             absent.extend(stand_ins(&decoded(&rows)?, ids));
         }
         Ok(absent)
@@ -250,7 +249,7 @@ impl Context {
                 break;
             }
             let command = limited(read::keys_with_sources(other, &left), limit);
-            let rows = self.server.read(&other.source.namespace.database, command, Reads { after }).await?;
+            let rows = self.server.read(&other.source.namespace.database, command, after).await?;
             let found: HashSet<Key> = rows.iter().map(|row| key_of(row)).collect::<Result<_>>()?;
             // Documents created from a source that is gone stay until it is there again, or somebody has agreed.
             let all = self.is_lost(&other.source.namespace).await?;

@@ -17,7 +17,6 @@ use crate::{
 };
 use denormd_model::{failpoint, key::Key};
 use denormd_mongo::{
-    Reads,
     command::limited,
     error::{Error, Kind, Result},
 };
@@ -65,7 +64,7 @@ impl Run<'_> {
             (Ok(Some(mut requests)), _) => follow_ups.append(&mut requests),
             (Ok(None), [item]) => item.end = Some(self.fan_out(item).await),
             // A fan-out job reads a part of the collection at a time.
-            (Err(error), [item]) if error.is_read_timeout() => item.end = Some(self.fan_out(item).await),
+            (Err(error), [item]) if error.kind == Kind::ReadTimedOut => item.end = Some(self.fan_out(item).await),
             (Err(error), _) => return Err(error),
             (Ok(None), _) => return Err(Error::new(Kind::TooLarge, "these keys have too many targets")),
         }
@@ -79,7 +78,7 @@ impl Run<'_> {
         let Some(command) = read::found(rule, self.task, &keys) else { return Ok(Some(requests)) };
         let database = &rule.target.namespace.database;
         let command = limited(command, self.limit);
-        let mut pages = self.context.server.pages(database, command, Reads { after: newest(items) }).await?;
+        let mut pages = self.context.server.pages(database, command, newest(items)).await?;
         let (mut targets, mut found) = (0, 0);
         while let Some(page) = pages.next().await? {
             targets += page.len();

@@ -123,18 +123,14 @@ pub fn is_possible(rule: &Rule) -> bool {
         let distinct = |path: &&FieldPath| inside(path) && **path != pair.target;
         return each.segments().len() == 2 && inside(&pair.target) && rule.owned().iter().all(distinct);
     }
-    let apart = |path: &&FieldPath| by_names(path) && path.root() != pair.target.root();
-    pair.target.segments().len() == 1 && by_names(&pair.target) && rule.owned().iter().all(apart)
-}
-
-fn by_names(path: &FieldPath) -> bool {
-    path.segments().iter().all(|segment| matches!(segment, Segment::Name(_)))
+    let apart = |path: &&FieldPath| !path.has_each() && path.root() != pair.target.root();
+    pair.target.segments().len() == 1 && rule.owned().iter().all(apart)
 }
 
 /// True if targets of a rule can share statements by their `_id`.
 #[must_use]
 pub fn is_possible_by_id(rule: &Rule) -> bool {
-    rule.keyed == Keyed::Target && rule.creates.is_none() && rule.owned().into_iter().all(by_names)
+    rule.keyed == Keyed::Target && rule.creates.is_none() && rule.owned().into_iter().all(|path| !path.has_each())
 }
 
 /// True if a target of such a rule can share a statement with others, and is faster that way.

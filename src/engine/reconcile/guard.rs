@@ -23,7 +23,7 @@ use crate::{
     workqueue::{UnconfirmedMismatch, Verdict},
 };
 use denormd_model::{key::Key, position::ClusterTime};
-use denormd_mongo::{Reads, command::limited, error::Result};
+use denormd_mongo::{command::limited, error::Result};
 use denormd_rules::{config::OnDrift, plan::Rule};
 
 /// Delay before the guard reports a difference as drift.
@@ -87,8 +87,7 @@ impl Run<'_> {
                 (Scope::All, _) => {
                     let command = read::holders(self.rule, &[&item.key]);
                     let database = &self.rule.target.namespace.database;
-                    let mut pages =
-                        self.context.server.pages(database, limited(command, self.limit), Reads { after }).await?;
+                    let mut pages = self.context.server.pages(database, limited(command, self.limit), after).await?;
                     while let Some(page) = pages.next().await? {
                         let ids = page.iter().map(|row| Ok(id_of(row)?.values().first().cloned()));
                         let ids: Vec<Bson> = ids.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();

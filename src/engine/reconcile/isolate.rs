@@ -16,7 +16,7 @@ use crate::{
     request::{Request, Scope, Task},
 };
 use denormd_model::{failpoint, field_path::FieldPath, key::Key, position::ClusterTime};
-use denormd_mongo::error::{Error, Reaction, Result};
+use denormd_mongo::error::{Error, Kind, Reaction, Result};
 use denormd_rules::plan::reference::Role;
 
 /// Targets written by one statement while the offending document is searched for.
@@ -93,7 +93,7 @@ impl Run<'_> {
     pub(super) async fn in_steps(&self, item: &Item, rows: &Rows, cause: Error) -> Result<End> {
         // The key has one document.
         if self.task == Task::Target || self.rule.creates.is_some() {
-            let is_patient = !cause.is_command_timeout() || item.work.attempts >= PATIENT;
+            let is_patient = cause.kind != Kind::TimedOut || item.work.attempts >= PATIENT;
             return if is_patient { Ok(self.dead_letter(&item.key, None, &cause).await) } else { Err(cause) };
         }
         let Scope::Named(ids) = &item.work.scope else { return Ok(self.fan_out(item).await) };
@@ -107,7 +107,7 @@ impl Run<'_> {
     }
 
     async fn step(&self, item: &Item, ids: &[Key], desired: &Desired, end: &mut End) -> Result<()> {
-        let is_too_slow = |error: &Error| error.is_command_timeout() && item.work.attempts >= PATIENT;
+        let is_too_slow = |error: &Error| error.kind == Kind::TimedOut && item.work.attempts >= PATIENT;
         let key = &item.key;
         let mut stack = vec![ids];
         while let Some(ids) = stack.pop() {
@@ -120,7 +120,7 @@ impl Run<'_> {
                 error = error.or(match sent {
                     Ok(mut written) => written.refused.pop().map(|(_, error)| error),
                     // Fewer targets take less time.
-                    Err(error) if error.is_command_timeout() => Some(error),
+                    Err(error) if error.kind == Kind::TimedOut => Some(error),
                     Err(error) => return Err(error),
                 });
             }

@@ -25,9 +25,8 @@ use denormd_model::{
     key::Key,
 };
 use denormd_mongo::{
-    Reads,
     command::limited,
-    error::{Error, Result},
+    error::{Error, Kind, Result},
 };
 use denormd_rules::plan::{Keyed, Rule, reference::Role};
 
@@ -120,8 +119,7 @@ impl Run<'_> {
             "collation": simple_collation(),
         };
         let passed = self.passed(batch, kept).await?;
-        let mut pages =
-            self.context.server.pages(&target.database, limited(command, self.limit), Reads { after }).await?;
+        let mut pages = self.context.server.pages(&target.database, limited(command, self.limit), after).await?;
         while let Some(page) = pages.next().await? {
             let mut values = Vec::new();
             for row in &page {
@@ -166,7 +164,7 @@ impl Run<'_> {
         let compared = match compare::one(self.rule, rows, doc, references, &owns) {
             Ok(compared) => compared,
             // It is not written either.
-            Err(error) if error.is_refusal() => return Ok(Vec::new()),
+            Err(error) if error.kind == Kind::Refused => return Ok(Vec::new()),
             Err(error) => return Err(error),
         };
         let mut places = None;

@@ -13,7 +13,6 @@ use crate::reconcile::{
 };
 use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::{
-    Reads,
     command::limited,
     error::{Error, Kind, Result},
 };
@@ -76,7 +75,7 @@ impl Context {
                 "find": &namespace.collection, "filter": {"$and": clauses}, "projection": projection.clone(),
                 "batchSize": 10_000, "collation": simple_collation(),
             };
-            for row in self.server.read(&namespace.database, limited(command, limit), Reads { after }).await? {
+            for row in self.server.read(&namespace.database, limited(command, limit), after).await? {
                 let parent = rule.reference.keys(tree.parent, &Document::try_from(row.as_ref())?).pop().flatten();
                 found.insert(id_of(&row)?, parent);
             }

@@ -6,7 +6,7 @@ use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 
 use crate::request::Task;
 use denormd_model::{field_path::FieldPath, key::Key};
-use denormd_mongo::error::{Error, Result};
+use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::{
     config::OnEmpty,
     plan::{
@@ -871,10 +871,7 @@ fn is_sum(accumulator: &Bson) -> bool {
 /// Reads documents of one side by `_id`, with the fields that its references are in.
 #[must_use]
 pub fn by_id(rule: &Rule, role: Role, ids: &[&Key]) -> Document {
-    let side = match role {
-        Role::Source => &rule.source,
-        Role::Target => &rule.target,
-    };
+    let side = rule.side(role);
     let ids: Vec<Bson> = ids.iter().filter_map(|key| key.values().first().cloned()).collect();
     doc! {"find": &side.namespace.collection, "filter": {"_id": {"$in": ids}}, "projection": rule.reference.projection(role), "batchSize": 10_000, "collation": simple_collation()}
 }
@@ -1030,7 +1027,7 @@ pub fn found_in_order(rule: &Rule, task: Task, key: &Key, after: Option<&Bson>) 
 /// ([`Rule::without_target_filter`]) goes past that one.
 #[must_use]
 pub fn where_fails(rule: &Rule, error: &Error) -> bool {
-    error.is_refusal() && rule.target.filter.is_some()
+    error.kind == Kind::Refused && rule.target.filter.is_some()
 }
 
 /// Reads the `_id`s of all targets that refer to one of `keys`.

@@ -22,7 +22,6 @@ use crate::{
 };
 use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::{
-    Reads,
     command::limited,
     error::{Error, Result},
 };
@@ -193,7 +192,7 @@ impl Run<'_> {
         let command = limited(command, self.limit);
         let database = &self.namespace(Role::Target).database;
         let read = async {
-            let mut pages = self.context.server.pages(database, command, Reads { after }).await?;
+            let mut pages = self.context.server.pages(database, command, after).await?;
             // There may be as many as a tenth of a large collection: of each target only a hash is kept.
             let mut targets = Vec::new();
             while let Some(page) = pages.next().await? {

@@ -29,7 +29,7 @@ use crate::{
     workqueue::{Batch, Lane, Work},
 };
 use denormd_model::{key::Key, position::ClusterTime};
-use denormd_mongo::error::{Error, Result};
+use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::plan::{Keyed, reference::Role};
 
 /// Half the number of targets from which a key is written by two concurrent commands.
@@ -118,7 +118,7 @@ impl Run<'_> {
             self.context.memory.traits.cost(self.rule.id, self.task, items.len(), bytes);
         }
         if let Err(error) = result {
-            if error.exceeds_batch() {
+            if error.kind == Kind::TooLarge {
                 // Only a part of them was read: half of the keys may fit.
                 self.context.memory.traits.cost(self.rule.id, self.task, items.len().div_ceil(2), bytes);
             }
@@ -211,7 +211,7 @@ impl Run<'_> {
         }
         let desired = match rows.desired(self.rule, &item.key) {
             Ok(desired) => desired,
-            Err(error) if error.is_refusal() => {
+            Err(error) if error.kind == Kind::Refused => {
                 item.end = Some(self.dead_letter(&item.key, None, &error).await);
                 return Ok(None);
             }

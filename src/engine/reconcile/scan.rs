@@ -9,9 +9,8 @@ use bson::{Bson, Document, RawDocumentBuf, doc};
 use crate::reconcile::{context::Context, read::simple_collation};
 use denormd_model::{namespace::Namespace, position::ClusterTime};
 use denormd_mongo::{
-    Reads,
     command::{decoded, limited},
-    error::Result,
+    error::{Kind, Result},
 };
 use denormd_rules::plan::{Rule, Side};
 
@@ -103,10 +102,10 @@ pub async fn page_of_collection(
         let begun = Instant::now();
         match scan.covering(*window, limit).await {
             // Too many documents for the time, or one on which the filter cannot be evaluated.
-            Err(error) if (error.is_read_timeout() || error.is_refusal()) && *window != Some(1) => {
+            Err(error) if matches!(error.kind, Kind::ReadTimedOut | Kind::Refused) && *window != Some(1) => {
                 *window = Some(window.map_or(WINDOW, |window| window / 8).max(1));
             }
-            Err(error) if error.is_refusal() => {
+            Err(error) if error.kind == Kind::Refused => {
                 let page = scan.one_by_one(limit).await?;
                 *window = Some(next_window(1, true, false));
                 return Ok(page);
@@ -156,7 +155,7 @@ impl Scan<'_> {
             None => None,
         };
         let mut page = match self.matching(bound.as_ref(), limit).await {
-            Err(error) if error.is_refusal() && (is_text(self.after) || is_text(bound.as_ref())) => {
+            Err(error) if error.kind == Kind::Refused && (is_text(self.after) || is_text(bound.as_ref())) => {
                 self.in_its_own_order(limit.min(window.unwrap_or(limit))).await?
             }
             page => self.with_bound(page?, bound).await?,
@@ -214,7 +213,7 @@ impl Scan<'_> {
             };
             match self.read(command).await {
                 Ok(found) if found.is_empty() => {}
-                Err(error) if !error.is_refusal() => return Err(error),
+                Err(error) if error.kind != Kind::Refused => return Err(error),
                 Ok(_) | Err(_) => page.targets.push(target),
             }
         }
@@ -250,7 +249,7 @@ impl Scan<'_> {
         let mut command = limited(self.ordered(command), self.time_limit);
         command.extend(doc! {"limit": limit, "batchSize": limit});
         let database = &self.namespace.database;
-        let mut pages = self.context.server.pages(database, command, Reads { after: self.time }).await?;
+        let mut pages = self.context.server.pages(database, command, self.time).await?;
         let (mut targets, mut bytes, mut end) = (Vec::new(), 0, true);
         while let Some(batch) = pages.next().await? {
             bytes += batch.iter().map(|row| row.as_bytes().len()).sum::<usize>();
@@ -291,7 +290,7 @@ impl Scan<'_> {
     async fn read(&self, command: Document) -> Result<Vec<Document>> {
         let database = &self.namespace.database;
         let command = limited(command, self.time_limit);
-        let rows = self.context.server.read(database, command, Reads { after: self.time }).await?;
+        let rows = self.context.server.read(database, command, self.time).await?;
         decoded(&rows)
     }
 }

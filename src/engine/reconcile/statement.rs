@@ -365,13 +365,7 @@ fn field_conditions(
     rule: &Rule,
     condition: &Document,
 ) -> Vec<Document> {
-    let names: Vec<&str> = segments
-        .iter()
-        .filter_map(|s| match s {
-            Segment::Name(name) => Some(name.as_str()),
-            Segment::Each => None,
-        })
-        .collect();
+    let names: Vec<&str> = segments.iter().filter_map(Segment::name).collect();
     let at = |count: usize| format!("{prefix}{}", names[..count].join("."));
     let mut out = Vec::new();
     let mut condition = condition.clone();

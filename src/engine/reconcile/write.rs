@@ -130,7 +130,7 @@ impl Run<'_> {
                     refused.extend(written.refused.into_iter().map(owned));
                 }
                 // A single key whose targets take too long is written in steps.
-                Err(error) if error.is_command_timeout() && items.len() == 1 => refused.push((vec![0], error)),
+                Err(error) if error.kind == Kind::TimedOut && items.len() == 1 => refused.push((vec![0], error)),
                 Err(error) => return Err(error),
             }
         }

@@ -48,12 +48,11 @@ fn total(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
     let mut sum = Sum::default();
     let mut date: Option<i64> = None;
     for value in values {
-        let value = value?;
+        let Some(value) = value?.filter(|value| !is_nullish(Some(value))) else { return Ok(Some(Bson::Null)) };
         match &value {
-            value if is_nullish(value.as_ref()) => return Ok(Some(Bson::Null)),
-            Some(Bson::DateTime(_)) if date.is_some() => return refused("`$add` takes one date at most"),
-            Some(Bson::DateTime(time)) => date = Some(time.timestamp_millis()),
-            Some(other) => match Number::or_decimal(other) {
+            Bson::DateTime(_) if date.is_some() => return refused("`$add` takes one date at most"),
+            Bson::DateTime(time) => date = Some(time.timestamp_millis()),
+            other => match Number::or_decimal(other) {
                 Some(number) => {
                     sum.add(number)?;
                     if sum.is_beyond_a_long() {
@@ -67,7 +66,6 @@ fn total(values: &mut dyn Iterator<Item = Result<Value>>) -> Result<Value> {
                     ));
                 }
             },
-            None => return Ok(Some(Bson::Null)),
         }
     }
     Ok(Some(match date {
@@ -221,10 +219,7 @@ pub(super) fn sqrt(args: &Args<'_>) -> Result<Value> {
 }
 
 pub(super) fn to_int(args: &Args<'_>) -> Result<Value> {
-    convert(args, "$toInt", |value| match value {
-        Some(value) => i32::try_from(value).ok().map(Bson::Int32),
-        None => None,
-    })
+    convert(args, "$toInt", |value| value.and_then(|value| i32::try_from(value).ok()).map(Bson::Int32))
 }
 
 pub(super) fn to_long(args: &Args<'_>) -> Result<Value> {

@@ -15,34 +15,17 @@ use super::{
 
 /// The type of a setting.
 trait Setting: Sized {
-    /// The type of a default in the declaration.
-    type Literal;
-
-    fn from_literal(literal: Self::Literal) -> Self;
-
     /// Reads a value of this form; None after a mistake.
     fn read(reader: &mut Reader, field: &Field<'_>, form: Form) -> Option<Self>;
 }
 
 impl Setting for u64 {
-    type Literal = Self;
-
-    fn from_literal(literal: Self) -> Self {
-        literal
-    }
-
     fn read(reader: &mut Reader, field: &Field<'_>, _: Form) -> Option<Self> {
         reader.count(field)
     }
 }
 
 impl Setting for usize {
-    type Literal = Self;
-
-    fn from_literal(literal: Self) -> Self {
-        literal
-    }
-
     fn read(reader: &mut Reader, field: &Field<'_>, _: Form) -> Option<Self> {
         Self::try_from(reader.count(field)?).ok()
     }
@@ -50,12 +33,6 @@ impl Setting for usize {
 
 /// A number of partitions.
 impl Setting for u32 {
-    type Literal = Self;
-
-    fn from_literal(literal: Self) -> Self {
-        literal
-    }
-
     fn read(reader: &mut Reader, field: &Field<'_>, _: Form) -> Option<Self> {
         let partitions = Self::try_from(reader.count(field)?).unwrap_or(Self::MAX);
         if (1..=MOST).contains(&partitions) {
@@ -70,13 +47,6 @@ impl Setting for u32 {
 }
 
 impl Setting for Duration {
-    /// Seconds.
-    type Literal = u64;
-
-    fn from_literal(literal: u64) -> Self {
-        Self::from_secs(literal)
-    }
-
     fn read(reader: &mut Reader, field: &Field<'_>, form: Form) -> Option<Self> {
         let Form::Seconds(least) = form else { return reader.span(field) };
         let number = reader.integer(field)?;
@@ -92,12 +62,6 @@ impl Setting for Duration {
 
 /// The first word of a choice is true, the second one is false.
 impl Setting for bool {
-    type Literal = Self;
-
-    fn from_literal(literal: Self) -> Self {
-        literal
-    }
-
     fn read(reader: &mut Reader, field: &Field<'_>, form: Form) -> Option<Self> {
         let Form::Choice([(yes, _), (no, _)]) = form else { return reader.flag(field) };
         reader.choice(field, &[(*yes, true), (*no, false)])
@@ -105,36 +69,30 @@ impl Setting for bool {
 }
 
 impl Setting for String {
-    type Literal = &'static str;
-
-    fn from_literal(literal: &'static str) -> Self {
-        literal.to_owned()
-    }
-
     fn read(reader: &mut Reader, field: &Field<'_>, _: Form) -> Option<Self> {
         reader.text(field)
     }
 }
 
 impl<T: Setting> Setting for Option<T> {
-    type Literal = T::Literal;
-
-    fn from_literal(literal: T::Literal) -> Self {
-        Some(T::from_literal(literal))
-    }
-
     fn read(reader: &mut Reader, field: &Field<'_>, form: Form) -> Option<Self> {
         T::read(reader, field, form).map(Some)
     }
 }
 
-/// The default of a setting, as a value.
+/// The default of a setting, as a value of its type.
 macro_rules! value {
     () => {
         None
     };
-    ($default:literal) => {
-        Setting::from_literal($default)
+    (Duration $seconds:literal) => {
+        Duration::from_secs($seconds)
+    };
+    (String $text:literal) => {
+        $text.to_owned()
+    };
+    ($type:ident $value:literal) => {
+        $value
     };
 }
 
@@ -155,12 +113,12 @@ macro_rules! text {
 /// else), a form, and a description. One without a default is an `Option`.
 macro_rules! section {
     ($(#[$doc:meta])* $section:ident, $keys:ident {
-        $($(#[$of_field:meta])* $key:literal $field:ident: $type:ty $(= $default:literal $(as $text:literal)?)?, $form:expr, $about:literal;)*
+        $($(#[$of_field:meta])* $key:literal $field:ident: $type:ident $(<$inner:ident>)? $(= $default:literal $(as $text:literal)?)?, $form:expr, $about:literal;)*
     }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, PartialEq, Eq)]
         pub struct $section {
-            $($(#[$of_field])* #[doc = $about] pub $field: $type,)*
+            $($(#[$of_field])* #[doc = $about] pub $field: $type $(<$inner>)?,)*
         }
 
         #[doc = concat!("The keys of [`", stringify!($section), "`].")]
@@ -168,7 +126,7 @@ macro_rules! section {
 
         impl Default for $section {
             fn default() -> Self {
-                Self { $($field: value!($($default)?),)* }
+                Self { $($field: value!($($type $default)?),)* }
             }
         }
 

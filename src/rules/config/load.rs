@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    env, fmt, fs, io,
+    env, fs, io,
     path::{Path, PathBuf},
 };
 
@@ -40,31 +40,7 @@ impl Loaded {
     pub fn located(&self, mistakes: &[Mistake]) -> Vec<LocatedMistake> {
         self.report(mistakes).mistakes().to_vec()
     }
-}
 
-/// A setting that differs between two configs. None stands for no value.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct ChangedSetting {
-    /// `http.listen`.
-    pub setting: String,
-    /// The old value, without any password.
-    pub old: Option<String>,
-    /// The new value, without any password.
-    pub new: Option<String>,
-}
-
-/// A setting in force.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Effective {
-    /// `http.listen`, or `rules[0]` with a rule's name.
-    pub setting: String,
-    /// The value, without any password.
-    pub value: String,
-    /// `file:line`, `environment variable …`, or `default`.
-    pub from: String,
-}
-
-impl Loaded {
     /// Every setting in force and the names of the rules, each with its origin. Settings without a value and a default
     /// are omitted.
     #[must_use]
@@ -87,9 +63,7 @@ impl Loaded {
         }
         out
     }
-}
 
-impl Loaded {
     /// The settings with other values in `new`. The rules are not compared.
     #[must_use]
     pub fn changed_settings(&self, new: &Self) -> Vec<ChangedSetting> {
@@ -108,6 +82,28 @@ impl Loaded {
         }
         changed
     }
+}
+
+/// A setting that differs between two configs. None stands for no value.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ChangedSetting {
+    /// `http.listen`.
+    pub setting: String,
+    /// The old value, without any password.
+    pub old: Option<String>,
+    /// The new value, without any password.
+    pub new: Option<String>,
+}
+
+/// A setting in force.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Effective {
+    /// `http.listen`, or `rules[0]` with a rule's name.
+    pub setting: String,
+    /// The value, without any password.
+    pub value: String,
+    /// `file:line`, `environment variable …`, or `default`.
+    pub from: String,
 }
 
 /// The text of a setting that a file or the environment gives.
@@ -144,7 +140,7 @@ pub enum ConfigError {
     #[error("no config: {0}")]
     Nothing(String),
     /// Mistakes in the files' text or in the environment, in the order of the files and of their lines.
-    #[error("{}", Shown(.0))]
+    #[error("{}", shown(.0))]
     Mistakes(Vec<LocatedMistake>),
 }
 
@@ -159,15 +155,9 @@ impl ConfigError {
     }
 }
 
-struct Shown<'a>(&'a [LocatedMistake]);
-
-impl fmt::Display for Shown<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (nth, mistake) in self.0.iter().enumerate() {
-            write!(f, "{}{mistake}", if nth == 0 { "" } else { "\n" })?;
-        }
-        Ok(())
-    }
+fn shown(mistakes: &[LocatedMistake]) -> String {
+    let lines: Vec<String> = mistakes.iter().map(ToString::to_string).collect();
+    lines.join("\n")
 }
 
 /// The variables of this process that [`load`] may use, including those with a mistyped prefix. In text that is not

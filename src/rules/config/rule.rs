@@ -19,6 +19,8 @@ const KINDS: [&str; 3] = ["copy", "collect", "aggregate"];
 pub(super) const MATCH_HINT: &str =
     "`match` says which key of the target equals which key of the source: match: { part_id: _id }";
 
+const SET_HINT: &str = "write set: { name: $name }";
+
 /// A hint with the correct place of a misplaced key of a rule.
 fn belongs(key: &str) -> Option<String> {
     if keys::has(keys::RULE, key) {
@@ -129,11 +131,11 @@ impl Reader {
 
     fn copy(&mut self, fields: &Fields<'_>) -> Copy {
         self.set_or_into(fields);
-        let set = fields.get("set").and_then(|field| self.set(&field));
+        let set = fields.get("set").and_then(|field| self.assignments(&field, SET_HINT));
         let into = fields.get("into").and_then(|field| self.text(&field));
         let element = fields.get("element").map(|field| self.value(&field));
         let on_missing = fields.raw("on_missing").and_then(|field| self.on_missing(&field));
-        let otherwise = fields.get("otherwise").and_then(|field| self.set(&field));
+        let otherwise = fields.get("otherwise").and_then(|field| self.assignments(&field, SET_HINT));
         for other in ["once", "on_missing", "into"] {
             if fields.get("otherwise").is_some() && fields.raw(other).is_some() {
                 let message = format!("a copy has either `otherwise` or `{other}`, this one has both");
@@ -201,16 +203,17 @@ impl Reader {
     }
 
     fn aggregate(&mut self, fields: &Fields<'_>) -> Option<Aggregate> {
-        let variables = fields.get("let").and_then(|field| self.variables(&field)).unwrap_or_default();
-        let by = fields.get("by").and_then(|field| self.filled(&field, "write by: { emoji: $emoji }"));
-        let by = by.unwrap_or_default().into_iter().map(|(name, entry)| (name, self.value(&entry))).collect();
+        let hint = "write let: { voters: { $addToSet: $user } }";
+        let variables = fields.get("let").and_then(|field| self.assignments(&field, hint)).unwrap_or_default();
+        let hint = "write by: { emoji: $emoji }";
+        let by = fields.get("by").and_then(|field| self.assignments(&field, hint)).unwrap_or_default();
         self.groups(fields);
         let into = fields.get("into").and_then(|field| self.text(&field));
         let forms = [("array", GroupForm::Array), ("object", GroupForm::Object)];
         let form = fields.get("as").and_then(|field| self.choice(&field, &forms));
         let set = self
             .required(fields, "set", "`set` names the target's paths: set: { count: { $sum: 1 } }")
-            .and_then(|field| self.set(&field));
+            .and_then(|field| self.assignments(&field, SET_HINT));
         let slice = fields.get("slice").and_then(|field| self.slice(&field));
         let on_empty = self.on_empty(fields);
         Some(Aggregate { variables, by, into, form: form.unwrap_or_default(), set: set?, slice, on_empty })
@@ -314,15 +317,10 @@ impl Reader {
         None
     }
 
-    fn set(&mut self, field: &Field<'_>) -> Option<Vec<(String, Bson)>> {
-        let entries = self.filled(field, "write set: { name: $name }")?;
+    /// Reads `set`, `let` or `by`: path or name to value.
+    fn assignments(&mut self, field: &Field<'_>, hint: &str) -> Option<Vec<(String, Bson)>> {
+        let entries = self.filled(field, hint)?;
         Some(entries.into_iter().map(|(key, entry)| (key, self.value(&entry))).collect())
-    }
-
-    /// Reads `let`: name to accumulator.
-    fn variables(&mut self, field: &Field<'_>) -> Option<Vec<(String, Bson)>> {
-        let entries = self.filled(field, "write let: { voters: { $addToSet: $user } }")?;
-        Some(entries.into_iter().map(|(name, entry)| (name, self.value(&entry))).collect())
     }
 
     /// Reads the entries of a mapping that must not be empty.

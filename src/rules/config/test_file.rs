@@ -95,13 +95,9 @@ impl TestFile {
 
 const HINT: &str = "write `cases:` with a list of { name, given: { parts: [...] }, expect: { products: [...] } }";
 
-fn nowhere(_: &str) -> Option<String> {
-    None
-}
-
 impl Reader {
     fn test_file(&mut self, root: &Field<'_>) -> Vec<TestCase> {
-        let Some(fields) = self.fields(root, &["cases", "$schema"], nowhere) else { return Vec::new() };
+        let Some(fields) = self.fields(root, &["cases", "$schema"], |_| None) else { return Vec::new() };
         let Some(cases) = self.required(&fields, "cases", HINT) else { return Vec::new() };
         let Value::Sequence(items) = &cases.node.value else {
             let message = format!("expected a list of cases, found {}", cases.node.kind());
@@ -126,7 +122,7 @@ impl Reader {
     }
 
     fn test_case(&mut self, field: &Field<'_>) -> Option<TestCase> {
-        let fields = self.fields(field, &KEYS, nowhere)?;
+        let fields = self.fields(field, &KEYS, |_| None)?;
         let name = self.required(&fields, "name", "say in a few words what the case shows");
         let name = name.and_then(|name| self.text(&name)).unwrap_or_default();
         let given = self.required(&fields, "given", "the documents before: { parts: [{ _id: 1, name: bolt }] }");

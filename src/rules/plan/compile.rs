@@ -414,9 +414,6 @@ impl Compiler<'_> {
             },
             Pattern::Collect(collect) => {
                 self.take(&at.key("element"), expression::expression(&collect.element, each), reads);
-                if collect.slice == Some(0) {
-                    self.mistake(at.key("slice"), "a slice of 0 keeps nothing", "first N: 10, last N: -10");
-                }
                 let path = self.path(&at.key("into"), &collect.into)?;
                 Some(Values::Collect {
                     child: child(&path, &collect.element),

@@ -180,16 +180,7 @@ impl Creates {
     /// The owned paths that are not inside an array: an array belongs to others.
     #[must_use]
     pub fn plain(&self) -> Vec<Vec<&str>> {
-        self.owned
-            .iter()
-            .filter_map(|path| {
-                let names = path.segments().iter().map(|segment| match segment {
-                    Segment::Name(name) => Some(name.as_str()),
-                    Segment::Each => None,
-                });
-                names.collect()
-            })
-            .collect()
+        self.owned.iter().filter(|path| !path.has_each()).map(|path| path.names().collect()).collect()
     }
 }
 

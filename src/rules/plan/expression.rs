@@ -147,7 +147,7 @@ impl OfTarget {
 pub fn expression(value: &Bson, variables: Variables<'_>) -> Result<Dependencies, Refusal> {
     let mut walk = Walk::new(variables);
     walk.expression(value)?;
-    Ok(walk.found())
+    Ok(walk.found)
 }
 
 /// Reads a `$group` accumulator such as `{ $sum: 1 }`.
@@ -168,7 +168,7 @@ pub fn accumulator(value: &Bson, variables: Variables<'_>) -> Result<Dependencie
     }
     let mut walk = Walk::new(variables);
     walk.arguments(name, argument)?;
-    Ok(walk.found())
+    Ok(walk.found)
 }
 
 /// Reads a value of an aggregate's `set`: an accumulator, or an expression over the variables of `let`, which have these
@@ -194,7 +194,7 @@ fn over_variables(value: &Bson, names: &[&str], variables: Variables<'_>) -> Res
     let mut walk = Walk::new(variables);
     walk.scope = names.iter().map(|name| (*name).to_owned()).collect();
     walk.expression(value)?;
-    let found = walk.found();
+    let found = walk.found;
     if found.source != Reads::Nothing {
         return Err(Refusal::new(
             "this expression reads fields of the sources, which are many",
@@ -316,18 +316,12 @@ fn plain(text: &str) -> Result<Option<FieldPath>, Refusal> {
 struct Walk<'a> {
     variables: Variables<'a>,
     scope: Vec<String>,
-    reads: Reads,
-    target: OfTarget,
-    element: bool,
+    found: Dependencies,
 }
 
 impl<'a> Walk<'a> {
     fn new(variables: Variables<'a>) -> Self {
-        Self { variables, scope: Vec::new(), reads: Reads::default(), target: OfTarget::default(), element: false }
-    }
-
-    fn found(self) -> Dependencies {
-        Dependencies { source: self.reads, target: self.target, element: self.element }
+        Self { variables, scope: Vec::new(), found: Dependencies::default() }
     }
 
     fn expression(&mut self, value: &Bson) -> Result<(), Refusal> {
@@ -356,15 +350,15 @@ impl<'a> Walk<'a> {
                 "write $name or $address.city, or { $literal: \"$\" }",
             ));
         }
-        self.reads.add_text(path);
+        self.found.source.add_text(path);
         Ok(())
     }
 
     fn variable(&mut self, text: &str) -> Result<(), Refusal> {
         let (name, path) = text.split_once('.').unwrap_or((text, ""));
         match name {
-            "ROOT" | "CURRENT" if path.is_empty() => self.reads = Reads::Everything,
-            "ROOT" | "CURRENT" => self.reads.add_text(path),
+            "ROOT" | "CURRENT" if path.is_empty() => self.found.source = Reads::Everything,
+            "ROOT" | "CURRENT" => self.found.source.add_text(path),
             "REMOVE" | "DESCEND" | "PRUNE" | "KEEP" => {}
             "NOW" | "CLUSTER_TIME" => {
                 return Err(Refusal::new(
@@ -377,8 +371,8 @@ impl<'a> Walk<'a> {
             "targetElement" => self.of_target_element(path)?,
             "element" => match self.variables.element {
                 Some(each) => {
-                    self.reads.add(each.clone());
-                    self.element = true;
+                    self.found.source.add(each.clone());
+                    self.found.element = true;
                 }
                 None => {
                     return Err(Refusal::new(
@@ -415,7 +409,7 @@ impl<'a> Walk<'a> {
                 "name the path: $$target.last_seen",
             ));
         };
-        self.target.extend(OfTarget { paths: vec![path], elements: Vec::new() });
+        self.found.target.extend(OfTarget { paths: vec![path], elements: Vec::new() });
         Ok(())
     }
 
@@ -428,13 +422,12 @@ impl<'a> Walk<'a> {
         };
         let below = plain(path)?.map(|path| FieldPath::parse(&format!("{each}.{path}")));
         let path = below.and_then(Result::ok).unwrap_or_else(|| each.clone());
-        self.target.extend(OfTarget { paths: Vec::new(), elements: vec![path] });
+        self.found.target.extend(OfTarget { paths: Vec::new(), elements: vec![path] });
         Ok(())
     }
 
     fn document(&mut self, doc: &Document) -> Result<(), Refusal> {
-        let operator = doc.keys().find(|name| name.starts_with('$'));
-        let Some(operator) = operator else {
+        let Some((operator, argument)) = doc.iter().find(|(name, _)| name.starts_with('$')) else {
             for (name, value) in doc {
                 if name.contains('.') {
                     return Err(Refusal::new(
@@ -452,11 +445,7 @@ impl<'a> Walk<'a> {
                 "",
             ));
         }
-        let operator = operator.clone();
-        match doc.get(&operator) {
-            Some(argument) => self.arguments(&operator, argument),
-            None => Ok(()),
-        }
+        self.arguments(operator, argument)
     }
 
     fn arguments(&mut self, operator: &str, argument: &Bson) -> Result<(), Refusal> {
@@ -506,18 +495,18 @@ impl<'a> Walk<'a> {
     /// `sortBy` of `$topN` and its like: field paths as keys.
     fn sort_by(&mut self, value: &Bson) {
         for path in value.as_document().into_iter().flat_map(Document::keys) {
-            self.reads.add_text(path);
+            self.found.source.add_text(path);
         }
     }
 
     fn get_field(&mut self, argument: &Bson) -> Result<(), Refusal> {
         match argument {
-            Bson::String(name) => self.reads.add_text(name),
+            Bson::String(name) => self.found.source.add_text(name),
             // Both parts are expressions: a computed name and its input are read too.
             Bson::Document(doc) if doc.contains_key("input") => {
                 doc.values().try_for_each(|part| self.expression(part))?;
             }
-            _ => self.reads = Reads::Everything,
+            _ => self.found.source = Reads::Everything,
         }
         Ok(())
     }

@@ -111,8 +111,7 @@ fn exclusions(rules: &[Arc<Rule>], from: usize, to: usize) -> Option<Vec<Exclusi
         if from == to && role == Role::Target {
             return None;
         }
-        let side = if role == Role::Source { &reader.source } else { &reader.target };
-        let path = exclusive_path(rules, &writer.target, side)?;
+        let path = exclusive_path(rules, &writer.target, reader.side(role))?;
         out.push(Exclusion { rule: from, role: Role::Target, path: path.clone() });
         out.push(Exclusion { rule: to, role, path });
     }

@@ -7,20 +7,11 @@ use bson::{Bson, Document, doc};
 use crate::{config::OnMissing, plan::Plan};
 use denormd_model::namespace::Namespace;
 
-/// A database and one of its collections; an empty name means all collections.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Resource {
-    /// Name of the database.
-    pub database: String,
-    /// Collection; an empty name means all of them.
-    pub collection: String,
-}
-
 /// Actions that must be allowed on a resource.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Privilege {
-    /// The database and the collection.
-    pub resource: Resource,
+    /// The database and the collection; an empty name means all of its collections.
+    pub resource: Namespace,
     /// Privilege actions as MongoDB names them.
     pub actions: BTreeSet<&'static str>,
     /// Short descriptions of their use.
@@ -33,9 +24,9 @@ pub const OPLOG: (&str, &str) = ("local", "oplog.rs");
 /// The privileges that the daemon and the commands need for these rules, with their state in `state`.
 #[must_use]
 pub fn needed(plan: &Plan, state: &str) -> Vec<Privilege> {
-    let mut all: BTreeMap<Resource, (BTreeSet<&'static str>, BTreeSet<String>)> = BTreeMap::new();
+    let mut all: BTreeMap<Namespace, (BTreeSet<&'static str>, BTreeSet<String>)> = BTreeMap::new();
     let mut need = |database: &str, collection: &str, actions: &[&'static str], purpose: String| {
-        let resource = Resource { database: database.to_owned(), collection: collection.to_owned() };
+        let resource = Namespace { database: database.to_owned(), collection: collection.to_owned() };
         let (all_actions, purposes) = all.entry(resource).or_default();
         all_actions.extend(actions);
         purposes.insert(purpose);
@@ -72,9 +63,9 @@ pub fn needed(plan: &Plan, state: &str) -> Vec<Privilege> {
 /// The additional privileges for `plan --apply`.
 #[must_use]
 pub fn needed_to_apply(plan: &Plan) -> Vec<Privilege> {
-    let actions = |namespace: Namespace| Privilege {
+    let actions = |resource: Namespace| Privilege {
         actions: ["collMod", "createCollection", "createIndex"].into(),
-        resource: Resource { database: namespace.database, collection: namespace.collection },
+        resource,
         purposes: BTreeSet::from(["plan --apply".to_owned()]),
     };
     plan.namespaces().into_iter().map(actions).collect()
@@ -95,7 +86,7 @@ pub fn missing(needed: &[Privilege], has: &[Document]) -> Vec<Privilege> {
     needed.iter().filter_map(lacks).collect()
 }
 
-fn gives(has: &Document, resource: &Resource, action: &str) -> bool {
+fn gives(has: &Document, resource: &Namespace, action: &str) -> bool {
     let actions = has.get_array("actions").map(Vec::as_slice).unwrap_or_default();
     if !actions.iter().any(|has| matches!(has.as_str(), Some(has) if has == action || has == "anyAction")) {
         return false;
@@ -128,7 +119,7 @@ impl Privilege {
     /// The privilege in the syntax of mongosh.
     #[must_use]
     pub fn shell(&self) -> String {
-        let Resource { database, collection } = &self.resource;
+        let Namespace { database, collection } = &self.resource;
         let actions: Vec<String> = self.actions.iter().map(|action| format!("{action:?}")).collect();
         format!("{{ resource: {{ db: {database:?}, collection: {collection:?} }}, actions: [{}] }}", actions.join(", "))
     }
@@ -187,7 +178,7 @@ mod tests {
     #[test]
     fn what_is_given_on_more_covers_what_is_needed_on_less() {
         let need = |database: &str, collection: &str| Privilege {
-            resource: Resource { database: database.to_owned(), collection: collection.to_owned() },
+            resource: Namespace { database: database.to_owned(), collection: collection.to_owned() },
             actions: ["find", "update"].into(),
             purposes: BTreeSet::new(),
         };

@@ -129,7 +129,7 @@ impl Reference {
     pub fn elements<'a>(&self, role: Role, doc: &'a Document) -> Vec<&'a Bson> {
         let mut elements = Vec::new();
         if let Some(each) = self.each(role) {
-            collect_elements(each.segments(), Cursor::Document(doc), &mut elements);
+            collect_elements(each.segments(), doc, &mut elements);
         }
         elements
     }
@@ -144,21 +144,7 @@ impl Reference {
     /// True if the target has the array of its references.
     #[must_use]
     pub fn has_array(&self, target: &Document) -> bool {
-        let Some(each) = &self.target_each else { return false };
-        let mut at = Cursor::Document(target);
-        for segment in each.segments() {
-            match (segment, at) {
-                (Segment::Each, Cursor::Value(value)) => return value.as_array().is_some(),
-                (Segment::Name(name), Cursor::Document(doc) | Cursor::Value(Bson::Document(doc))) => {
-                    match doc.get(name) {
-                        Some(value) => at = Cursor::Value(value),
-                        None => return false,
-                    }
-                }
-                _ => return false,
-            }
-        }
-        false
+        self.target_each.as_ref().is_some_and(|each| array_in(target, each.segments()).is_some())
     }
 
     fn key_at(&self, role: Role, doc: &Document, element: Option<(&FieldPath, &Bson)>) -> Option<Key> {
@@ -287,27 +273,22 @@ pub fn dbref_parent(path: &FieldPath) -> Option<String> {
     text.strip_suffix("$id").map(ToOwned::to_owned)
 }
 
-#[derive(Clone, Copy)]
-enum Cursor<'a> {
-    Document(&'a Document),
-    Value(&'a Bson),
+/// The array at the first `$[]` of a path, and the rest of the path; None if something other than an array is there.
+fn array_in<'a, 'p>(doc: &'a Document, path: &'p [Segment]) -> Option<(&'a Vec<Bson>, &'p [Segment])> {
+    let at = path.iter().position(|segment| *segment == Segment::Each)?;
+    Some((value_at(doc, &path[..at])?.as_array()?, &path[at + 1..]))
 }
 
 /// The elements at a path that ends in `$[]`; none if there is a value other than an array on the way.
-fn collect_elements<'a>(path: &[Segment], at: Cursor<'a>, out: &mut Vec<&'a Bson>) {
-    match (path.split_first(), at) {
-        (None, Cursor::Value(value)) => out.push(value),
-        (Some((Segment::Each, rest)), Cursor::Value(Bson::Array(items))) => {
-            for item in items {
-                collect_elements(rest, Cursor::Value(item), out);
+fn collect_elements<'a>(path: &[Segment], doc: &'a Document, out: &mut Vec<&'a Bson>) {
+    match array_in(doc, path) {
+        None => {}
+        Some((items, [])) => out.extend(items),
+        Some((items, rest)) => {
+            for item in items.iter().filter_map(Bson::as_document) {
+                collect_elements(rest, item, out);
             }
         }
-        (Some((Segment::Name(name), rest)), Cursor::Document(doc) | Cursor::Value(Bson::Document(doc))) => {
-            if let Some(value) = doc.get(name) {
-                collect_elements(rest, Cursor::Value(value), out);
-            }
-        }
-        _ => {}
     }
 }
 

@@ -366,6 +366,15 @@ impl Rule {
         ConfigPath::rule(self.id.0).key(self.values.kind())
     }
 
+    /// The rule's side with this role.
+    #[must_use]
+    pub fn side(&self, role: Role) -> &Side {
+        match role {
+            Role::Source => &self.source,
+            Role::Target => &self.target,
+        }
+    }
+
     /// The place in the config of one of its collections.
     #[must_use]
     pub fn side_at(&self, role: Role) -> ConfigPath {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use crate::{
-    config::{ConfigPath, Mistake, OnMissing},
-    plan::rule::{Rule, Values},
+    config::{Mistake, OnMissing},
+    plan::rule::Rule,
 };
 use denormd_model::field_path::FieldPath;
 
@@ -63,6 +63,7 @@ pub fn conflicts(rules: &[Arc<Rule>]) -> Vec<Mistake> {
     let mut out = Vec::new();
     for rule in rules {
         let Some(path) = &rule.touch else { continue };
+        let at = || rule.at().key("touch");
         let here = &rule.target.namespace;
         for other in rules {
             let owns =
@@ -73,14 +74,14 @@ pub fn conflicts(rules: &[Arc<Rule>]) -> Vec<Mistake> {
             if other.creates.is_some() && other.target.namespace == *here && other.id != rule.id {
                 let message =
                     format!("rule `{}` deletes documents of `{here}` that hold nothing of others", other.name);
-                out.push(Mistake::new(place(rule), message).hint("with this path they would stay: leave `touch` out"));
+                out.push(Mistake::new(at(), message).hint("with this path they would stay: leave `touch` out"));
                 continue;
             }
             let differs = other.touch.as_ref().filter(|touch| *touch != path && touch.overlaps_loosely(path));
             if let Some(touch) = differs.filter(|_| other.target.namespace == *here) {
                 let message =
                     format!("`{path}` and `{touch}`, which rule `{}` sets, cannot both hold a time", other.name);
-                out.push(Mistake::new(place(rule), message).hint("name one path in both rules, or paths side by side"));
+                out.push(Mistake::new(at(), message).hint("name one path in both rules, or paths side by side"));
                 continue;
             }
             let (does, hint) = match (owns, reads) {
@@ -92,17 +93,8 @@ pub fn conflicts(rules: &[Arc<Rule>]) -> Vec<Mistake> {
                 (false, false) => continue,
             };
             let message = format!("`{path}` of `{here}` is {does} by {whose}");
-            out.push(Mistake::new(place(rule), message).hint(hint));
+            out.push(Mistake::new(at(), message).hint(hint));
         }
     }
     out
-}
-
-fn place(rule: &Rule) -> ConfigPath {
-    let kind = match rule.values {
-        Values::Set { .. } | Values::Into { .. } => "copy",
-        Values::Collect { .. } => "collect",
-        Values::Aggregate { .. } | Values::Groups(_) => "aggregate",
-    };
-    ConfigPath::rule(rule.id.0).key(kind).key("touch")
 }

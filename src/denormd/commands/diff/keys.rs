@@ -3,7 +3,7 @@
 use bson::{Bson, Document};
 use serde::Serialize;
 
-use crate::commands::shown;
+use denormd_model::text::shown;
 use denormd_rules::{
     config::ConfigPath,
     plan::{Rule, Values},

@@ -14,9 +14,9 @@ use denormd_engine::{
     pipeline,
     reconcile::{Context, applied::put},
 };
-use denormd_model::{clock::wall_millis, field_path::value_at, partition::Partition};
+use denormd_model::{clock::wall_millis, field_path::value_at, partition::Partition, position::ClusterTime};
 use denormd_mongo::{
-    Reads, Server, connect,
+    Server, connect,
     error::{Error, Kind, Result},
 };
 use denormd_mql::Collections;
@@ -110,7 +110,8 @@ impl Scratch {
         let mut after = Collections::new();
         for (database, collections) in databases(plan) {
             for collection in collections {
-                let rows = self.server.read(&names[&database], doc! {"find": &collection}, Reads::default()).await?;
+                let rows =
+                    self.server.read(&names[&database], doc! {"find": &collection}, ClusterTime::default()).await?;
                 let rows = rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from));
                 after.insert(format!("{database}.{collection}"), rows.collect::<Result<_>>()?);
             }

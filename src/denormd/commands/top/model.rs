@@ -7,6 +7,7 @@ use crossterm::event::{Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 pub use super::order::Sort;
 use super::{rule, theme::Theme};
 use crate::status::{BEHIND, Rule, Status};
+use denormd_model::distribution::ratio;
 use denormd_mongo::error::{Error, Result};
 
 /// Time without an answer, in milliseconds, after which the state counts as unknown though no poll has failed yet.
@@ -241,9 +242,7 @@ impl Rates {
         let count = |sample: &(i64, BTreeMap<String, u64>)| Some((sample.0, *sample.1.get(rule)?));
         let (from, before) = self.samples.iter().find_map(count)?;
         let (to, after) = count(self.samples.back()?)?;
-        let millis = u32::try_from(to - from).ok().filter(|millis| *millis > 0)?;
-        #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
-        let changed = after.saturating_sub(before) as f64;
-        Some(changed * 1000.0 / f64::from(millis))
+        let millis = u64::try_from(to - from).ok().filter(|millis| *millis > 0)?;
+        Some(ratio(after.saturating_sub(before) * 1000, millis))
     }
 }

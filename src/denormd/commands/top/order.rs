@@ -1,7 +1,5 @@
 //! The order of rules. Pure.
 
-use std::cmp::Reverse;
-
 use crate::status::{BEHIND, Rule};
 
 /// Reasons why a rule needs attention, the most urgent first.
@@ -71,17 +69,14 @@ impl Sort {
     /// The rules in this order; equal ones stay in the config's.
     pub(super) fn apply(self, rules: &[Rule]) -> Vec<&Rule> {
         let mut sorted: Vec<&Rule> = rules.iter().collect();
+        // A rule whose lag is not known comes last.
+        let lag = |rule: &Rule| rule.lag_seconds.unwrap_or(-1.0);
         match self {
             Self::Attention => sorted.sort_by_key(|rule| Concern::of(rule)),
-            Self::Lag => sorted.sort_by_key(|rule| Reverse(micros(rule.lag_seconds))),
+            Self::Lag => sorted.sort_by(|a, b| lag(b).total_cmp(&lag(a))),
             Self::Name => sorted.sort_by(|a, b| a.name.cmp(&b.name)),
             Self::Config => {}
         }
         sorted
     }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "positive, and no age of the universe")]
-fn micros(seconds: Option<f64>) -> Option<i64> {
-    seconds.map(|seconds| (seconds * 1e6) as i64)
 }

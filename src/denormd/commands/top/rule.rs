@@ -2,7 +2,7 @@
 
 use super::text::lines;
 use crate::{
-    commands::status::{pace, share, short, since, stale},
+    commands::status::{explained_pace, share, short, short_lag, since, stale},
     status::{Backfill, CauseReport, Rule, Status},
 };
 use denormd_engine::metrics::RecentError;
@@ -61,15 +61,14 @@ pub(super) fn details(status: &Status, rule: &Rule, last: bool, rate: Option<f64
 
 /// The figures of a rule with their labels.
 fn figures(status: &Status, rule: &Rule, last: bool, rate: Option<f64>) -> Vec<(&'static str, String)> {
-    let time = |seconds: f64| if seconds > 0.0 { short(seconds) } else { "0".to_owned() };
     let why_none = match rule.state.as_str() {
         "awaiting_backfill" => "none: existing data waits for a backfill",
         _ => "none: the rule does not run",
     };
-    let lag = rule.lag_seconds.map_or_else(|| why_none.to_owned(), time);
+    let lag = rule.lag_seconds.map_or_else(|| why_none.to_owned(), short_lag);
     let chain =
         if let Some(chain) = rule.chain_lag_seconds.filter(|chain| *chain > rule.lag_seconds.unwrap_or_default()) {
-            format!("; with the rules that feed it {}", time(chain))
+            format!("; with the rules that feed it {}", short_lag(chain))
         } else {
             String::new()
         };
@@ -88,7 +87,7 @@ fn figures(status: &Status, rule: &Rule, last: bool, rate: Option<f64>) -> Vec<(
         Backfill::Waiting => out.push(("backfill", "waits for the backfills of other rules".to_owned())),
         running @ Backfill::Running { scanned, total, .. } => {
             let of = total.map_or_else(String::new, |total| format!(" of about {total}"));
-            let pace = pace(running).map_or_else(String::new, |pace| format!(", {pace}"));
+            let pace = explained_pace(running).map_or_else(String::new, |pace| format!(", {pace}"));
             out.push(("backfill", format!("{}, {scanned}{of} documents read{pace}", share(running))));
         }
     }

@@ -9,10 +9,9 @@ use super::{
     theme::Theme,
 };
 use crate::{
-    commands::status::{share, short, since},
-    status::{Backfill, Rule, Status},
+    commands::status::{pace, percentile, share, short_lag, since},
+    status::{Rule, Status},
 };
-use denormd_model::text::duration;
 
 /// Columns between two cells.
 const GAP: usize = 2;
@@ -51,7 +50,8 @@ const COLUMNS: [Column; 10] = [
     Column::number("P50", 8, 8, |_, _, rule| percentile(rule.propagation.p50)),
     Column::number("P99", 6, 8, |_, _, rule| percentile(rule.propagation.p99)),
     Column::new("BACKFILL", 2, 8, |_, _, rule| share(&rule.backfill)),
-    Column::new("", 5, 0, |_, _, rule| pace(&rule.backfill)),
+    // The details have the reason for any delay.
+    Column::new("", 5, 0, |_, _, rule| pace(&rule.backfill).unwrap_or_default()),
     Column::number("DEAD", 3, 4, |_, _, rule| rule.dead_letters.to_string()),
     Column::new("COPIES", 9, 6, |_, _, rule| format!("{} -> {}", rule.source, rule.target)),
 ];
@@ -65,8 +65,7 @@ fn lag(model: &Model, _: &Status, rule: &Rule) -> String {
     match rule.lag_seconds {
         _ if model.unknown().is_some() => "?".to_owned(),
         None => "-".to_owned(),
-        Some(lag) if lag > 0.0 => short(lag),
-        Some(_) => "0".to_owned(),
+        Some(lag) => short_lag(lag),
     }
 }
 
@@ -80,21 +79,6 @@ fn rate(model: &Model, _: &Status, rule: &Rule) -> String {
         None if model.unknown().is_some() => "?".to_owned(),
         None => "-".to_owned(),
     }
-}
-
-/// The rate of a backfill and the remaining time; the details have the reason for any delay.
-fn pace(backfill: &Backfill) -> String {
-    match backfill {
-        Backfill::None | Backfill::Waiting => String::new(),
-        Backfill::Running { per_second, eta_seconds, .. } => {
-            let eta = eta_seconds.map(|eta| format!(", {} to go", duration(eta))).unwrap_or_default();
-            format!("{per_second:.0}/s{eta}")
-        }
-    }
-}
-
-fn percentile(seconds: Option<f64>) -> String {
-    seconds.map_or_else(|| "-".to_owned(), short)
 }
 
 /// The columns that fit, with their texts and widths.

@@ -16,7 +16,7 @@ use super::{
     theme::Theme,
 };
 use crate::{
-    commands::status::{as_of, led, role, short, since, unknown},
+    commands::status::{as_of, lasted, led, percentile, role, short_lag, since, unknown},
     status::{InstanceReport, Status},
 };
 use denormd_model::text::duration;
@@ -67,7 +67,7 @@ fn head(model: &Model, columns: usize) -> Vec<Line<'static>> {
     let mut out = vec![title(model, columns)];
     let gone = model.unknown();
     if let Some(Unknown { since, reason, .. }) = &gone {
-        let lasts = duration(seconds(model.now - since));
+        let lasts = lasted(*since, model.now);
         let text = format!("Unknown since {}, for {lasts}: {reason}. Trying again.", clock(*since));
         out.extend(
             lines(&text, columns)
@@ -129,12 +129,7 @@ fn title(model: &Model, columns: usize) -> Line<'static> {
 fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
     let old = is_old(status);
     let rate = |rate: f64| if old { "not known".to_owned() } else { format!("{rate:.1}") };
-    let lag = match status.lag_seconds {
-        None => "not known".to_owned(),
-        Some(lag) if lag > 0.0 => short(lag),
-        Some(_) => "0".to_owned(),
-    };
-    let percentile = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), short);
+    let lag = status.lag_seconds.map_or_else(|| "not known".to_owned(), short_lag);
     let figures = vec![
         ("Lag", lag),
         ("Events/s", rate(status.events_per_second)),
@@ -267,8 +262,4 @@ fn footer(model: &Model, columns: usize) -> Line<'static> {
 fn clock(millis: i64) -> String {
     let text = bson::DateTime::from_millis(millis).try_to_rfc3339_string().unwrap_or_default();
     format!("{} UTC", text.get(11..19).unwrap_or("an unknown time"))
-}
-
-fn seconds(millis: i64) -> f64 {
-    f64::from(u32::try_from(millis.max(0)).unwrap_or(u32::MAX)) / 1000.0
 }

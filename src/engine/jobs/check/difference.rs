@@ -1,10 +1,10 @@
 //! Describes the difference between a stored and an expected value, without showing either. Pure.
 
-use bson::{Bson, RawBson, RawBsonRef};
+use bson::{Bson, RawBson};
 use serde::Serialize;
 
 use crate::reconcile::compare::Difference;
-use denormd_model::key::Key;
+use denormd_model::{key::Key, shape::type_name_of};
 use denormd_mongo::error::Result;
 
 /// The kinds of difference.
@@ -120,37 +120,8 @@ fn both(expected: &RawBson, stored: &RawBson) -> Result<(Kind, String)> {
     Ok((Kind::Value, words))
 }
 
-/// The name of a value's type, as in `$type`.
-#[must_use]
-pub fn type_name(value: &Bson) -> &'static str {
-    // Every value can be encoded as BSON.
-    RawBson::try_from(value.clone()).map_or("unknown", |raw| type_of(&raw))
-}
-
 fn type_of(value: &RawBson) -> &'static str {
-    match value.as_raw_bson_ref() {
-        RawBsonRef::Double(_) => "double",
-        RawBsonRef::String(_) => "string",
-        RawBsonRef::Array(_) => "array",
-        RawBsonRef::Document(_) => "object",
-        RawBsonRef::Boolean(_) => "bool",
-        RawBsonRef::Null => "null",
-        RawBsonRef::RegularExpression(_) => "regex",
-        RawBsonRef::JavaScriptCode(_) => "javascript",
-        RawBsonRef::JavaScriptCodeWithScope(_) => "javascriptWithScope",
-        RawBsonRef::Int32(_) => "int",
-        RawBsonRef::Int64(_) => "long",
-        RawBsonRef::Timestamp(_) => "timestamp",
-        RawBsonRef::Binary(_) => "binData",
-        RawBsonRef::ObjectId(_) => "objectId",
-        RawBsonRef::DateTime(_) => "date",
-        RawBsonRef::Symbol(_) => "symbol",
-        RawBsonRef::Decimal128(_) => "decimal",
-        RawBsonRef::Undefined => "undefined",
-        RawBsonRef::MaxKey => "maxKey",
-        RawBsonRef::MinKey => "minKey",
-        RawBsonRef::DbPointer(_) => "dbPointer",
-    }
+    type_name_of(value.element_type())
 }
 
 #[cfg(test)]
