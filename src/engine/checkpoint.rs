@@ -9,6 +9,7 @@ pub mod progress;
 pub mod requests;
 pub mod rule_record;
 pub mod store;
+mod term;
 pub mod watermark;
 
 use std::fmt::Display;

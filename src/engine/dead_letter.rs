@@ -225,11 +225,12 @@ impl DeadLetters {
         Ok(server.collection(&self.database, COLLECTION).count_documents(self.filter(chosen)).await?)
     }
 
-    /// The names of the rules that have dead letters.
-    pub async fn rules(&self, server: &Server) -> Result<Vec<String>> {
-        let mine = doc! {"deployment": &self.deployment};
-        let found = server.collection(&self.database, COLLECTION).distinct("rule", mine).await?;
-        Ok(found.iter().filter_map(|rule| rule.as_str().map(ToOwned::to_owned)).collect())
+    /// The names of the rules that have dead letters, as of `after` or later.
+    pub async fn rules(&self, server: &Server, after: ClusterTime) -> Result<Vec<String>> {
+        let stages = [doc! {"$match": {"deployment": &self.deployment}}, doc! {"$group": {"_id": "$rule"}}];
+        let command = doc! {"aggregate": COLLECTION, "pipeline": stages.to_vec(), "cursor": {}};
+        let found = server.read_state(&self.database, command, after).await?;
+        Ok(found.iter().filter_map(|row| row.get_str("_id").ok().map(ToOwned::to_owned)).collect())
     }
 
     /// Asks the leader to retry the chosen dead letters now. Returns the time of the request by this machine's clock,

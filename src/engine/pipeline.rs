@@ -26,7 +26,11 @@ use crate::{
     unavailable,
     watch::{Delivery, StreamSpec, nested, streams},
 };
-use denormd_model::{failpoint, position::Position, rule_state::BlockReason};
+use denormd_model::{
+    failpoint,
+    position::Position,
+    rule_state::{BlockReason, RuleState},
+};
 use denormd_mongo::error::Result;
 use denormd_rules::plan::RuleId;
 
@@ -82,7 +86,7 @@ impl Handle {
         self.context.stopping.cancel();
     }
 
-    /// Waits until the pipeline has ended by itself, which should never happen.
+    /// Waits for the end of the pipeline. By itself it ends only after a rewind of the cluster, or a panic.
     pub async fn ended(&self) {
         self.context.published.subscribe().wait_for(|snapshot| snapshot.ended).await.ok();
     }
@@ -139,9 +143,9 @@ pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
     for (rule, reason) in Box::pin(unavailable::still(&context)).await? {
         pipeline.change(rule, Change::Unavailable(reason), None);
     }
-    // The backfill of a rule is complete up to a checkpoint: without one, the rule is backfilled again.
+    // The backfill of a rule is complete up to a checkpoint: without one, the rule is backfilled again, from the start.
     for rule in forgotten {
-        if !pipeline.rules.state(rule).is_backfilling() {
+        if !matches!(pipeline.rules.state(rule), RuleState::Backfilling { after: None, in_sources: false, .. }) {
             pipeline.change(rule, Change::Backfill, None);
         }
     }

@@ -317,7 +317,13 @@ impl Server {
     /// Like [`Server::read`], of documents of the state, whose strings are not converted (see [`crate::text`]).
     pub async fn read_state(&self, database: &str, command: Document, after: ClusterTime) -> Result<Vec<Document>> {
         let command = Document::try_from(text::escaped(&RawDocumentBuf::try_from(&command)?).as_ref())?;
-        let rows = self.read(database, command, after).await?;
+        let rows = match self.read(database, command.clone(), after).await {
+            // Once more, as the driver does for a `find`.
+            Err(error) if matches!(error.kind, Kind::Connection | Kind::Unavailable) => {
+                self.read(database, command, after).await?
+            }
+            rows => rows?,
+        };
         rows.into_iter().map(|row| Ok(Document::try_from(text::unescaped(row).as_ref())?)).collect()
     }
 

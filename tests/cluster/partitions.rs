@@ -325,6 +325,37 @@ async fn a_pause_and_an_agreement_reach_partitions_in_other_states() {
     assert_eq!(decisions.decide("r", block).await.unwrap().block, None, "the third partition need not ask");
 }
 
+/// Another definition divides the targets otherwise: a partition that still ran the former one wrote over what the new backfill
+/// had written, and nobody looked again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_backfill_begins_when_every_partition_runs_the_rule() {
+    let world = World::new(denormd_fixture::database().await).await;
+    world.write_divided_config("denormd.yaml", "", 2);
+    let daemon = world.daemon();
+    world.shared_by(&[&daemon], 2).await;
+    world.converged().await;
+    daemon.terminate().await;
+    // Somebody else leads the second partition, and does not know the rule.
+    let leases = world.test.beside("state").collection::<Document>("leases");
+    let held = doc! {"$set": {"owner": "another", "until": DateTime::from_millis(DateTime::now().timestamp_millis() + 3_600_000)}};
+    let second = doc! {"_id": {"$regex": "#1/2$"}};
+    assert_eq!(leases.update_one(second.clone(), held).await.unwrap().modified_count, 1);
+    let rule =
+        "\n  - { name: later, copy: { source: hosts, target: logs, match: { host: _id }, set: { later: $ip } } }";
+    world.write_divided_config("denormd.yaml", rule, 2);
+    let daemon = world.daemon();
+    daemon.says("the backfill begins once all partitions run this definition of the rule").await;
+    let rules = world.test.beside("state").collection::<Document>("rules");
+    let ended = doc! {"_id.rule": "later", "backfill": "done"};
+    assert_eq!(rules.count_documents(ended.clone()).await.unwrap(), 0);
+    leases.update_one(second, doc! {"$set": {"until": DateTime::now()}}).await.unwrap();
+    until("both partitions are backfilled", async || {
+        (rules.count_documents(ended.clone()).await.unwrap() == 2).then_some(())
+    })
+    .await;
+    daemon.terminate().await;
+}
+
 /// `denormd pause` writes to the partitions that have registered the rule.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_partition_that_registers_a_rule_later_finds_it_paused() {
@@ -361,7 +392,7 @@ async fn a_request_that_one_partition_refuses_keeps_none_waiting() {
     let whole = Store::open(&server, name, "d").await.unwrap();
     let asked = whole.request(&server, "r", &RequestedWork::Undo).await.unwrap();
     let stores: Vec<Store> = Partition::all(3).map(|partition| whole.clone().of(&[partition])).collect();
-    let open = async |nth: usize| stores[nth].requests(&server).await.unwrap();
+    let open = async |nth: usize| stores[nth].requests(&server, &[]).await.unwrap();
     assert!(!whole.is_done(&server, asked).await.unwrap());
     stores[1].refuse_request(&server, open(1).await[0].id, "it is running").await.unwrap();
     for nth in 0..3 {

@@ -3,7 +3,7 @@
 mod table;
 
 use bson::{Document, doc};
-use denormd_engine::{checkpoint::store::Store, inspection::suspicion::suspicions};
+use denormd_engine::{checkpoint::store::Store, inspection::suspicion::suspicions, pipeline};
 use denormd_model::rule_state::{BlockReason, RuleState};
 use serde_json::json;
 
@@ -326,6 +326,74 @@ async fn standing(test: &denormd_fixture::TestDb, daemon: &Daemon) -> RuleState 
     let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
     let known = store.rules(&context.server).await.unwrap();
     known.into_iter().find(|(name, _)| name == "customer").unwrap_or_else(|| panic!("{}", test.name)).1.state
+}
+
+/// Nine of a thousand documents were less than 1% of the values, so a changed rule deleted them without asking.
+#[tokio::test]
+async fn a_changed_rule_deletes_no_document_unasked() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 1000).await;
+    let targets = db.collection::<Document>("orders");
+    let dangling = doc! {"$set": {"customer": 99}, "$unset": {"customerName": 1}};
+    targets.update_many(doc! {"_id": {"$lt": 9}}, dangling).await.unwrap();
+    let run = async |rule: &str| {
+        let daemon = Daemon::start_unadopted(&config(&test, rule)).await;
+        daemon.settled().await;
+        let state = standing(&test, &daemon).await;
+        daemon.stop().await;
+        state
+    };
+    assert_eq!(run(RIGHT).await, RuleState::Live);
+    let deletes = RIGHT.replace("set: {", "on_missing: delete, set: {");
+    let state = run(&deletes).await;
+    let Some(BlockReason::Adoption(adoption)) = state.block() else { panic!("{state:?}") };
+    assert_eq!(adoption.causes, ["it would delete 9 documents or elements"]);
+    assert_eq!(targets.count_documents(doc! {}).await.unwrap(), 1000);
+    // It has been agreed to. The next change of the rule deletes the same documents.
+    assert_eq!(run(&deletes.replace("copy:", "adopt: true, copy:")).await, RuleState::Live);
+    let state = run(&deletes.replace("$firstName }", "$firstName, mail: $email }")).await;
+    assert_eq!(state, RuleState::Live);
+}
+
+/// The documents without a source may all be among those that were not drawn.
+#[tokio::test]
+async fn a_rule_that_may_delete_what_was_not_compared_needs_agreement() {
+    let test = denormd_fixture::database().await;
+    orders(&test.database(), 10_001).await;
+    let rule = RIGHT.replace("set: {", "on_missing: delete, set: {");
+    let told = Program::new(&config(&test, &rule)).run(&["plan"]).await;
+    assert!(told.out.contains("it may delete targets or elements that were not compared (sample: "), "{}", told.out);
+    let daemon = Daemon::start_unadopted(&config(&test, &rule)).await;
+    daemon.settled().await;
+    assert!(matches!(standing(&test, &daemon).await, RuleState::Blocked(BlockReason::Adoption(_))));
+    daemon.stop().await;
+}
+
+/// A change that was taken back before it ran had been decided on, and nothing was counted when it returned.
+#[tokio::test]
+async fn a_change_that_was_withdrawn_is_counted_again() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let run = async |rule: &str| {
+        let daemon = Daemon::start_unadopted(&config(&test, rule)).await;
+        daemon.settled().await;
+        let state = standing(&test, &daemon).await;
+        daemon.stop().await;
+        state
+    };
+    assert_eq!(run(RIGHT).await, RuleState::Live);
+    let changed = RIGHT.replace("$firstName }", "$firstName, mail: $email }");
+    pipeline::decide(&*context(&config(&test, &changed)).await).await.unwrap();
+    let decided = all(&test.beside("state"), "adoptions").await;
+    assert!(decided[0].to_string().contains("mail"), "{decided:?}");
+    assert_eq!(run(RIGHT).await, RuleState::Live);
+    let targets = db.collection::<Document>("orders");
+    targets.update_many(doc! {}, doc! {"$set": {"mail": "the application's"}}).await.unwrap();
+    let state = run(&changed).await;
+    assert!(matches!(state.block(), Some(BlockReason::Adoption(_))), "{state:?}");
+    assert_eq!(targets.count_documents(doc! {"mail": "the application's"}).await.unwrap(), 30);
 }
 
 /// The table's rule that would remove a value, in three partitions: no partition writes, not even where nothing would

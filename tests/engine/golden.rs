@@ -16,8 +16,8 @@ use denormd_engine::{
         format,
         kept::{self, Element, Fingerprint, Keeping, Kept, Place},
         progress::{CheckProgress, Tally},
-        requests::{RequestedWork, Retired},
-        rule_record::{Agreement, RuleRecord},
+        requests::RequestedWork,
+        rule_record::{Agreement, Retired, RuleRecord},
         store::{Store, claim_term, highest_term},
     },
     dead_letter::{Chosen, DeadLetters, Offending},
@@ -30,6 +30,7 @@ use denormd_engine::{
 };
 use denormd_fixture::TestDb;
 use denormd_model::{
+    clock,
     field_path::FieldPath,
     key::Key,
     partition::Partition,
@@ -303,14 +304,16 @@ async fn write_kept(server: &Server, state: &str) {
     let values = kept_values();
     let statements: Vec<_> = values
         .iter()
-        .flat_map(|(place, old, [was, new])| kept.statements("done", place, old.as_ref(), (was, new)).unwrap())
+        .flat_map(|(place, old, [was, new])| {
+            kept.statements("done", place, old.as_ref(), (was, new), clock::now()).unwrap()
+        })
         .collect();
     let written = server.update(state, "kept", &statements, TTL).await.unwrap();
     assert!(written.refused.is_empty());
     kept.leave("done").await.unwrap();
     kept.not_kept("done", 17).await.unwrap();
     let (place, old, [was, new]) = &values[0];
-    let again = kept.statements("done", place, old.as_ref(), (was, new)).unwrap();
+    let again = kept.statements("done", place, old.as_ref(), (was, new), clock::now()).unwrap();
     server.update(state, "kept", &again, TTL).await.unwrap();
 }
 
@@ -613,7 +616,7 @@ async fn positions_and_work(version: &str) {
         [one, (Task::Parents, x.clone(), None, None), (Task::Holders, x, None, None)]
     );
 
-    let mut asked = store.requests(&server).await.unwrap();
+    let mut asked = store.requests(&server, &[]).await.unwrap();
     // The first version knew no `undo`.
     assert_eq!(asked.len(), if version == "1" { 2 } else { 3 }, "one is refused");
     let path = FieldPath::parse("lines.$[].name").unwrap();

@@ -179,6 +179,28 @@ async fn a_write_that_takes_its_time_is_nobodys_drift() {
     daemon.stop().await;
 }
 
+/// Without a checkpoint, changes may be lost on both sides of the place that a backfill has reached.
+#[tokio::test]
+async fn a_backfill_whose_checkpoint_is_lost_starts_over() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    db.collection("log").insert_many((2..100).map(|id| doc! {"_id": id, "host": 1})).await.unwrap();
+    let rule = HOST.replace("name: address,", "name: address, guard: off,");
+    let daemon = Daemon::start(&test, &rule).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let state = test.beside("state");
+    let half = doc! {"$set": {"backfill": "pending", "after": [50]}};
+    state.collection::<Document>("rules").update_one(doc! {}, half).await.unwrap();
+    state.collection::<Document>("positions").delete_many(doc! {}).await.unwrap();
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    let daemon = Daemon::start(&test, &rule).await;
+    daemon.settled().await;
+    let stale = doc! {"ip": {"$ne": "10.0.0.2"}};
+    assert_eq!(db.collection::<Document>("log").count_documents(stale).await.unwrap(), 0);
+    daemon.stop().await;
+}
+
 /// The audit once reported the targets of a rule that was not backfilled yet as drift, one warning each: thousands in
 /// the first minutes of 336,776 flights; and also recent changes on a busy daemon.
 #[tokio::test]

@@ -155,7 +155,7 @@ async fn a_request_is_refused_when_its_command_is_gone() {
     let two_minutes_ago = vec![doc! {"$set": {"heard": {"$subtract": ["$$NOW", 120_000]}}}];
     collection.update_one(doc! {"together": gone}, two_minutes_ago).await.unwrap();
     collection.update_one(doc! {"together": earlier}, doc! {"$unset": {"heard": 1}}).await.unwrap();
-    assert_eq!(store.requests(&server).await.unwrap().len(), 2);
+    assert_eq!(store.requests(&server, &[]).await.unwrap().len(), 2);
     let refused = store.is_done(&server, gone).await.unwrap_err();
     let reason = "the command that requested it has ended, or was interrupted";
     assert_eq!(refused.message, format!("the leader refuses this: {reason}"));
@@ -165,7 +165,7 @@ async fn a_request_is_refused_when_its_command_is_gone() {
     store.withdraw(&server, waits).await.unwrap();
     let an_hour_ago = vec![doc! {"$set": {"asked": {"$subtract": ["$$NOW", 3_600_000]}}}];
     collection.update_one(doc! {"together": earlier}, an_hour_ago).await.unwrap();
-    assert_eq!(store.requests(&server).await.unwrap(), []);
+    assert_eq!(store.requests(&server, &[]).await.unwrap(), []);
 }
 
 /// Work on a request that takes long once went on after its command had been interrupted.
@@ -175,7 +175,7 @@ async fn a_request_is_awaited_until_its_command_ends() {
     let (server, state) = (Server::new(test.client.clone()), test.beside("state"));
     let store = Store::open(&server, state.name(), "default").await.unwrap();
     let asked = store.request(&server, "label", &RequestedWork::Undo).await.unwrap();
-    let id = store.requests(&server).await.unwrap()[0].id;
+    let id = store.requests(&server, &[]).await.unwrap()[0].id;
     assert!(store.is_awaited(&server, id).await.unwrap());
     let two_minutes_ago = vec![doc! {"$set": {"heard": {"$subtract": ["$$NOW", 120_000]}}}];
     state.collection::<Document>("requests").update_one(doc! {"_id": id}, two_minutes_ago).await.unwrap();
@@ -192,7 +192,7 @@ async fn a_request_that_two_partitions_refuse_is_refused() {
     assert!(divide(&server, state.name(), "default", 2, Duration::from_secs(3)).await.unwrap());
     let store = Store::open(&server, state.name(), "default").await.unwrap();
     let asked = store.request(&server, "label", &RequestedWork::Undo).await.unwrap();
-    let requests = store.requests(&server).await.unwrap();
+    let requests = store.requests(&server, &[]).await.unwrap();
     let collection = state.collection::<Document>("requests");
     // Both have marked their own document before either deletes the others.
     let refused = doc! {"$set": {"refused": "no"}};

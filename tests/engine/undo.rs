@@ -1,10 +1,14 @@
 //! `denormd undo`: what a first backfill overwrites or removes is kept, and put back where nobody else has written.
 
-use bson::{Bson, Document, doc};
+use std::time::Duration;
+
+use bson::{Bson, DateTime, Document, doc};
+use denormd_engine::checkpoint::{kept::Kept, requests::RequestedWork, store::Store};
 use denormd_fixture::TestDb;
+use denormd_model::clock;
 
 use crate::support::{
-    daemon::{all, config, until},
+    daemon::{all, config, context, until},
     process::Program,
 };
 
@@ -334,6 +338,49 @@ async fn nothing_is_kept_where_that_is_switched_off_and_expired_values_go() {
     assert!(kept(&test).await.is_empty());
     let told = program.run(&["undo", "host-label", "--dry-run"]).await.exits(0).out;
     assert!(told.contains("no value is kept: its first backfill has replaced none, or that was"), "{told}");
+    daemon.stop().await;
+}
+
+/// A machine whose clock is ahead once ended all kept values.
+#[tokio::test]
+async fn kept_values_expire_by_the_clock_of_the_server() {
+    let test = denormd_fixture::database().await;
+    let context = context(&config(&test, LABEL)).await;
+    let kept = Kept { server: &context.server, database: &test.name, deployment: "d" };
+    let days = |days: i64| DateTime::from_millis(DateTime::now().timestamp_millis() - days * 86_400_000);
+    let ids = |n: i32| doc! {"deployment": "d", "rule": "r", "target": n};
+    let values = [doc! {"_id": ids(1), "at": days(8)}, doc! {"_id": ids(2), "at": days(6)}, doc! {"_id": ids(3)}];
+    test.database().collection("kept").insert_many(values).await.unwrap();
+    let ahead = days(-8).timestamp_millis();
+    clock::simulate(move || ahead);
+    assert_eq!(kept.expire(Duration::from_secs(7 * 86_400)).await.unwrap(), 1);
+    let left = all(&test.database(), "kept").await;
+    assert_eq!(left.len(), 2, "{left:?}");
+}
+
+/// A repair of a document that is deleted after a time of grace once held up all other requests.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slow_request_does_not_hold_up_an_undo() {
+    let test = denormd_fixture::database().await;
+    let logs = logs(&test).await;
+    let other = "  - { name: other, adopt: true, copy: { source: hosts, target: notes, match: { host: _id }, on_missing: delete, set: { host_name: $name } } }";
+    let db = test.database();
+    db.run_command(doc! {"createIndexes": "notes", "indexes": [{"key": {"host": 1}, "name": "host_1"}]}).await.unwrap();
+    let text = config(&test, &format!("{LABEL}\n{other}"));
+    let program = Program::new(&text.replace("destroy_grace_seconds: 1 ", "destroy_grace_seconds: 3600 "));
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+    program.run(&["pause", "host-label"]).await.exits(0);
+    db.collection("notes").insert_one(doc! {"_id": 1, "host": 99}).await.unwrap();
+    let context = context(&text).await;
+    let dead_letters = &context.dead_letters;
+    let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
+    let repair = RequestedWork::Reconcile(vec![1.into()]);
+    store.request(&context.server, "other", &repair).await.unwrap();
+    let told = program.run(&["undo", "host-label"]).await.exits(0).out;
+    assert!(told.starts_with("host-label: 299 values put back\n"), "{told}");
+    assert_eq!(one(&logs, 7).await.get_str("label").unwrap(), "old 7");
+    assert_eq!(db.collection::<Document>("notes").count_documents(doc! {}).await.unwrap(), 1);
     daemon.stop().await;
 }
 

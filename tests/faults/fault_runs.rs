@@ -250,7 +250,7 @@ impl Stage {
             Fault::StateDiskFull => self.state_disk_full(1000 + 2 * wait).await,
             Fault::MemberResynced => self.resync_member().await,
             Fault::MemberClockSkewed => {
-                // Release 0.1 keeps the latest end that its lease ever had, by the clocks of all primaries.
+                // A daemon of release 0.1 never takes back an end of its lease that a primary whose clock was ahead has set.
                 self.finish_upgrade().await;
                 self.skew_member(wait).await;
             }

@@ -418,6 +418,38 @@ async fn a_first_backfill_deletes_nothing_unasked() {
     daemon.stop().await;
 }
 
+/// While the other rule's source has never existed, it holds no document. A source that is gone holds all of them.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_has_never_existed_holds_no_document() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("sales").insert_many(some_sales()).await.unwrap();
+    let returns = rules("").replace("name: daily", "name: returned").replace("'sales'", "returns");
+    let returns = returns.replace("amount: { $sum: $amount }, n: { $sum: 1 }", "returned: { $sum: $amount }");
+    let text = daemon::config(&test, &format!("{}\n{returns}", rules("guard: off, ")));
+    // Without `plan --apply`, which would create the collection.
+    let daemon = Daemon::begin(&daemon::load(&text), true).await;
+    daemon.settled().await;
+    assert_eq!(documents(&test).await, 3);
+    let sales = db.collection::<Document>("sales");
+    sales.delete_one(doc! {"_id": 4}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(documents(&test).await, 2);
+    // Its source appears, and goes.
+    db.collection("returns").insert_one(sale(1, 9, "2024-03-09T10:00:00Z", 1)).await.unwrap();
+    daemon.settled().await;
+    db.collection::<Document>("returns").drop().await.unwrap();
+    until("the rule is blocked", || async {
+        let progress = daemon.progress().borrow().clone();
+        progress.states.iter().any(|state| *state == RuleState::Blocked(BlockReason::SourceGone)).then_some(())
+    })
+    .await;
+    sales.delete_one(doc! {"_id": 3}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(documents(&test).await, 3);
+    daemon.stop().await;
+}
+
 /// A creator dies at every step of its way, and the next one completes the work.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_creator_that_dies_half_way() {

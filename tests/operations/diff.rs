@@ -96,7 +96,7 @@ If `mongodb.uri` leads to another cluster, every rule is new there.
 
 A renamed rule is a new rule: the pause of the old name ends, and its dead letters are deleted.
 
-Before the first write of each of these rules, the daemon compares it with existing data. It blocks a rule that would remove a value that denormd did not write, overwrite more than 1% of such values, or remove a value from more than 1% of the targets that hold one. `denormd plan` with a server says what the rules would do.
+Before the first write of each of these rules, the daemon compares it with existing data. It blocks a rule that would remove a value that denormd did not write, begin to delete documents or array elements, overwrite more than 1% of such values, or remove a value from more than 1% of the targets that hold one. `denormd plan` with a server says what the rules would do.
 "#;
 
 /// A folder with configs to compare.

@@ -24,6 +24,7 @@ use denormd_engine::{
 };
 use denormd_model::{
     key::Key,
+    position::ClusterTime,
     text::{counted, shown},
 };
 use denormd_mongo::error::{Error, Kind};
@@ -83,7 +84,7 @@ async fn is_known(context: &Context, rule: &str) -> Result<(), Error> {
     let store = Store::open(server, &dead_letters.database, &dead_letters.deployment).await?;
     let mut known: BTreeSet<String> = context.plan.rules.iter().map(|rule| rule.name.clone()).collect();
     known.extend(store.rules(server).await?.into_iter().map(|(name, _)| name));
-    known.extend(dead_letters.rules(server).await?);
+    known.extend(dead_letters.rules(server, ClusterTime::default()).await?);
     if known.contains(rule) {
         return Ok(());
     }

@@ -6,8 +6,8 @@ use crate::{
 };
 use denormd_engine::{
     checkpoint::{
-        requests::{RequestedWork, Retired},
-        rule_record::RuleRecord,
+        requests::RequestedWork,
+        rule_record::{Retired, RuleRecord},
     },
     jobs::prune::{count, retired},
 };

@@ -58,7 +58,7 @@ impl Endpoints {
         if let Some(recent) = monitoring.filter(|_| request.method() == Method::GET) {
             return recent.answer(request, next).await;
         }
-        // The last one is a prefix of every path.
+        // The last entry is empty: every path begins with it.
         let at = LIMITED.iter().position(|known| path.starts_with(known)).unwrap_or_default();
         let waits = path == WAIT;
         self.limited[at].answer(request, next, waits).await

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use crate::status::{Board, Leadership};
 use denormd_engine::{checkpoint::store::Store, reconcile::Context};
 use denormd_model::{partition::Partition, position::ClusterTime, rule_state::RuleState};
-use denormd_mongo::error::{Error, Result};
+use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::plan::Rule;
 
 /// The default timeout, in seconds.
@@ -48,7 +48,7 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<
         Ok(whole) => whole,
         Err(message) => return refusal(StatusCode::SERVICE_UNAVAILABLE, &message),
     };
-    let settled = async {
+    let attempt = async || {
         // The rules behind one that is resumed during the wait, or whose dead letters are retried, may be late.
         let stands_still = |state: &RuleState| *state != RuleState::Live && !state.is_backfilling();
         let elsewhere = whole.elsewhere().await?;
@@ -56,6 +56,15 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<
         let time = whole.settled(elsewhere.as_ref(), from).await?;
         except.append(&mut whole.except(elsewhere.as_ref(), |state| *state != RuleState::Live).await?);
         Ok::<_, Error>((time, except))
+    };
+    let settled = async {
+        loop {
+            match attempt().await {
+                // While the majority lags behind, nothing new can be read.
+                Err(error) if error.kind == Kind::ReadTimedOut => tokio::time::sleep(POLL_INTERVAL).await,
+                result => return result,
+            }
+        }
     };
     match tokio::time::timeout(Duration::from_secs_f64(timeout), settled).await {
         Ok(Ok((time, except))) => {
@@ -160,18 +169,19 @@ impl Whole {
         store.nudge(&server).await?;
         // The position may be older than the last writes of a job that was open.
         let mut jobs = false;
-        loop {
+        let after = loop {
             // The positions are read first: jobs for the events before them were recorded earlier.
             let applied = store.applied(&server, &databases).await?.is_some_and(|applied| applied >= time);
-            let is_open = store.has_open_jobs(&server, &self.context.plan).await?;
+            let after = server.operation_time().await?;
+            let is_open = store.has_open_jobs(&server, &self.context.plan, after).await?;
             if applied && !is_open {
-                break;
+                break after;
             }
             jobs |= is_open;
             tokio::time::sleep(POLL_INTERVAL).await;
-        }
+        };
         let Some(last) = last.filter(|_| !jobs) else { return Ok(false) };
-        Ok(store.effects_until(&server, &databases).await?.is_some_and(|until| until <= last))
+        Ok(store.effects_until(&server, &databases, after).await?.is_some_and(|until| until <= last))
     }
 
     /// The rules whose copies may lack a change however long the request waits: those in certain states, those that do
@@ -187,9 +197,12 @@ impl Whole {
         });
         let mut except: BTreeSet<String> = held.collect();
         let server = self.context.server.unfenced();
-        except.extend(self.context.dead_letters.rules(&server).await?);
+        // Dead letters and states are recorded before a change counts as applied, but shortly after a failover a majority read
+        // without a time may miss them.
+        let after = server.operation_time().await?;
+        except.extend(self.context.dead_letters.rules(&server, after).await?);
         if let Some(store) = elsewhere {
-            let records = store.records(&server).await?;
+            let records = store.records(&server, after).await?;
             let is_run = |rule: &Rule, partition: &String| {
                 let record = records.get(&(partition.clone(), rule.name.clone()));
                 record.is_some_and(|record| rule.has_definition(&record.definition) && !in_state(&record.state))

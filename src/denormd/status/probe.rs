@@ -7,7 +7,6 @@ use std::{
 };
 
 use bson::{Document, doc};
-use futures_util::TryStreamExt;
 use tokio::time::Instant;
 
 use denormd_engine::{
@@ -149,8 +148,20 @@ impl Board {
             }
             (state.snapshot(), state.written(), state.pipelines)
         };
-        let counted = tokio::time::timeout(TIMEOUT, dead_letters(context)).await;
-        let dead_letters = match counted.unwrap_or_else(|_| Err(silent())) {
+        // Shortly after a failover, a majority read without a time may miss dead letters. While the majority lags behind, they
+        // are counted, and nothing is claimed.
+        let now = tokio::time::timeout(TIMEOUT, context.server.operation_time()).await;
+        let now = now.unwrap_or_else(|_| Err(silent())).unwrap_or_default();
+        let newest = tokio::time::timeout(TIMEOUT, dead_letters(context, now)).await;
+        let is_newest = now != ClusterTime::default() && matches!(newest, Ok(Ok(_)));
+        let counted = match newest {
+            Ok(Err(Error { kind: Kind::ReadTimedOut, .. })) | Err(_) => {
+                let counted = tokio::time::timeout(TIMEOUT, dead_letters(context, ClusterTime::default())).await;
+                counted.unwrap_or_else(|_| Err(silent()))
+            }
+            Ok(counted) => counted,
+        };
+        let dead_letters = match counted {
             Ok(dead_letters) => dead_letters,
             // An outage has a cause of its own.
             Err(_) if self.state().unanswered.is_some() => return,
@@ -171,7 +182,7 @@ impl Board {
         let (Some(seen), Ok(Ok(operation))) = (seen, operation) else { return };
         // What was read of one pipeline does not say what the next one excepts. A large fan-out is recorded as a job, and the
         // position passes it before its last target is written.
-        let is_current = state.pipelines == pipelines && state.is_whole();
+        let is_current = is_newest && state.pipelines == pipelines && state.is_whole();
         if is_current && !seen.streams.is_empty() && seen.fan_outs.is_empty() {
             let claim = Claim { time: seen.applied(), except: except(context, &seen, &state.dead_letters) };
             state.currency.applied(claim, operation, context.plan.longest_chain(), written);
@@ -263,20 +274,15 @@ async fn canary(context: &Context) -> Result<ClusterTime> {
     reply.get_timestamp("operationTime").map(Into::into).map_err(|_| Error::new(Kind::Topology, "no operation time"))
 }
 
-/// Rule, reason and number of the dead letters.
-async fn dead_letters(context: &Context) -> Result<Vec<(String, String, u64)>> {
+/// Rule, reason and number of the dead letters, as of `after` or later.
+async fn dead_letters(context: &Context, after: ClusterTime) -> Result<Vec<(String, String, u64)>> {
     let dead_letters = &context.dead_letters;
     let pipeline = [
         doc! {"$match": {"deployment": &dead_letters.deployment}},
         doc! {"$group": {"_id": {"rule": "$rule", "reason": "$reason"}, "count": {"$sum": 1_i64}}},
     ];
-    let found: Vec<Document> = context
-        .server
-        .collection(&dead_letters.database, dead_letter::COLLECTION)
-        .aggregate(pipeline)
-        .await?
-        .try_collect()
-        .await?;
+    let command = doc! {"aggregate": dead_letter::COLLECTION, "pipeline": pipeline.to_vec(), "cursor": {}, "maxTimeMS": millis(TIMEOUT)};
+    let found = context.server.read_state(&dead_letters.database, command, after).await?;
     let read = |doc: &Document| {
         let id = doc.get_document("_id").ok()?;
         let count = u64::try_from(doc.get_i64("count").ok()?).ok()?;

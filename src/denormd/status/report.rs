@@ -227,7 +227,7 @@ pub struct Rule {
 pub enum Backfill {
     /// No backfill is open.
     None,
-    /// It waits for the backfills of other rules.
+    /// It waits for the backfills of other rules, or until every partition runs this definition of the rule.
     Waiting,
     /// It runs.
     Running {

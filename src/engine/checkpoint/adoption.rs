@@ -3,6 +3,8 @@
 //! A decision is recorded before the rule writes anything. The first decision recorded for a definition wins. So
 //! partitions that decide at the same time, or a former leader whose command arrives late, cannot decide differently.
 
+use std::time::Duration;
+
 use bson::{Bson, Document, doc};
 
 use super::unreadable;
@@ -15,6 +17,8 @@ use denormd_mongo::{
 
 /// The collection of decisions: one document per deployment and rule.
 pub const COLLECTION: &str = "adoptions";
+/// After this time, every partition has acted on a decision, or has ended.
+const ABOUT_TO_ACT: Duration = Duration::from_secs(600);
 
 /// A decision about one definition of a rule.
 #[derive(Debug, Clone, PartialEq)]
@@ -84,6 +88,26 @@ impl Decisions<'_> {
         let state = doc! {"definition": definition.clone(), "block": Bson::Null, "agreed": clock::now()};
         let collection = self.collection();
         bounded(collection.update_one(doc! {"_id": self.id(rule)}, doc! {"$set": state}).upsert(true)).await?;
+        Ok(())
+    }
+
+    /// The definition of a rule that the latest decision is about, if it can be read.
+    pub async fn decided(&self, rule: &str) -> Result<Option<Document>> {
+        let found = bounded(self.collection().find_one(doc! {"_id": self.id(rule)})).await?;
+        Ok(found.and_then(|found| found.get_document("definition").ok().cloned()))
+    }
+
+    /// Deletes the decision about a definition that is not in force, so that its effect is counted again if it returns. With
+    /// `several` partitions, only an old decision: another partition may be about to act on a new one. A delayed deletion is
+    /// harmless, because it only causes another count.
+    pub async fn withdraw(&self, rule: &str, definition: &Document, several: bool) -> Result<()> {
+        let mut decision = doc! {"_id": self.id(rule), "definition": definition.clone()};
+        if several {
+            let is_old =
+                doc! {"$lt": [{"$max": ["$at", "$agreed"]}, {"$subtract": ["$$NOW", clock::millis(ABOUT_TO_ACT)]}]};
+            decision.insert("$expr", is_old);
+        }
+        bounded(self.collection().delete_one(decision)).await?;
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use bson::{Document, doc};
+use bson::{Bson, Document, doc};
 
 use denormd_model::{partition::of_deployment, rule_state::BlockReason};
 use denormd_mongo::{
@@ -34,7 +34,21 @@ pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &
     Ok(records.iter().filter_map(same).map(|rule| rule.id).collect())
 }
 
-/// The records of all rules, of each partition.
+/// The UUIDs of the source collections that the partitions have seen for a rule; None where the first version did not record
+/// it. Empty if nobody has seen one, or without the privilege to read this.
+pub(crate) async fn sources_seen(
+    server: &Server,
+    database: &str,
+    deployment: &str,
+    rule: &str,
+) -> Result<Vec<Option<Bson>>> {
+    match records(server, database, deployment, doc! {"_id.rule": rule, "source_seen": true}).await {
+        Err(error) if error.kind == Kind::Privilege => Ok(Vec::new()),
+        records => Ok(records?.into_iter().map(|(_, record)| record.source_uuid).collect()),
+    }
+}
+
+/// The records of these rules, of each partition.
 async fn records(
     server: &Server,
     database: &str,

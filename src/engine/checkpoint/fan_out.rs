@@ -17,7 +17,7 @@ use denormd_mongo::{
 };
 use denormd_rules::plan::{Plan, Rule, RuleId};
 
-use super::store::{mine, refused_upsert};
+use super::term::{mine, refused_upsert};
 
 /// The collection of fan-out jobs in the state database: one document per deployment, rule, task and key.
 pub const COLLECTION: &str = "fan_outs";

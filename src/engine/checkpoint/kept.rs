@@ -4,6 +4,8 @@
 //! crash finds denormd's own value there. Beside the old value there are fingerprints of it and of the value that
 //! denormd wrote. So `undo` recognises both, even when the rule is no longer in the config.
 
+use std::time::Duration;
+
 use bson::{
     Binary, Bson, DateTime, Document, RawArrayBuf, RawBson, RawDocumentBuf, cstr, doc, rawdoc, spec::BinarySubtype,
 };
@@ -156,18 +158,20 @@ impl Kept<'_> {
     }
 
     /// The statements that keep a value before another one is written. A value that is kept already stays, unless
-    /// `undo` has left it; if the stored value is the one that denormd wrote, its successor is written down.
+    /// `undo` has left it; if the stored value is the one that denormd wrote, its successor is written down. `at` is the time
+    /// from which its age counts.
     pub fn statements(
         &self,
         rule: &str,
         place: &Place,
         old: Option<&RawBson>,
         (was, new): (&Fingerprint, &Fingerprint),
+        at: DateTime,
     ) -> Result<[RawDocumentBuf; 3]> {
         let raw = |doc: &Document| RawDocumentBuf::try_from(doc).map_err(Error::from);
         let id = self.id(rule, place);
         let target = [place.target.clone()];
-        let mut fields = raw(&doc! {"target": target, "was": binary(was), "new": binary(new), "at": clock::now()})?;
+        let mut fields = raw(&doc! {"target": target, "was": binary(was), "new": binary(new), "at": at})?;
         if let Some(Element { by, rest, own, .. }) = &place.element {
             let mut pairs = RawArrayBuf::new();
             for (path, value) in by {
@@ -276,9 +280,11 @@ impl Kept<'_> {
         Ok(())
     }
 
-    /// Deletes the values that were kept before this time. Returns their number.
-    pub async fn expire(&self, before: DateTime) -> Result<u64> {
-        let expired = doc! {"_id.deployment": self.deployment, "at": {"$lt": before}};
+    /// Deletes the values that are older than `age` by the server's clock. By the clock of a machine that is ahead, all of
+    /// them would expire at once. Returns their number.
+    pub async fn expire(&self, age: Duration) -> Result<u64> {
+        let is_old = doc! {"$lt": ["$at", {"$subtract": ["$$NOW", clock::millis(age)]}]};
+        let expired = doc! {"_id.deployment": self.deployment, "at": {"$type": "date"}, "$expr": is_old};
         Ok(bounded(self.server.collection(self.database, COLLECTION).delete_many(expired)).await?.deleted_count)
     }
 }

@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
-use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{
@@ -112,18 +111,24 @@ impl Store {
     /// partitions. None until all of them have a position.
     pub async fn applied(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
         let time = |position: &Document| timestamp(position, position.get("time"));
-        Ok(self.times(server, databases, time).await?.and_then(|times| times.into_iter().min()))
+        Ok(self.times(server, databases, ClusterTime::default(), time).await?.and_then(|times| times.into_iter().min()))
     }
 
-    /// The latest time of an effect before these positions ([`Store::save_position`]). None if any position lacks it.
-    pub async fn effects_until(&self, server: &Server, databases: &BTreeSet<String>) -> Result<Option<ClusterTime>> {
+    /// The latest time of an effect before these positions ([`Store::save_position`]), as of `after` or later. None if any
+    /// position lacks it.
+    pub async fn effects_until(
+        &self,
+        server: &Server,
+        databases: &BTreeSet<String>,
+        after: ClusterTime,
+    ) -> Result<Option<ClusterTime>> {
         let until = |position: &Document| {
             // An older program does not save it.
             let Ok(effects) = position.get_document("effects") else { return Ok(None) };
             let is_of_position = effects.get("at") == position.get("time");
             timestamp(position, effects.get("until").filter(|_| is_of_position))
         };
-        Ok(self.times(server, databases, until).await?.and_then(|times| times.into_iter().max()))
+        Ok(self.times(server, databases, after, until).await?.and_then(|times| times.into_iter().max()))
     }
 
     /// This time of each stream and partition. None if any of them lacks it.
@@ -131,30 +136,33 @@ impl Store {
         &self,
         server: &Server,
         databases: &BTreeSet<String>,
+        after: ClusterTime,
         time: impl Fn(&Document) -> Result<Option<Timestamp>>,
     ) -> Result<Option<Vec<ClusterTime>>> {
         let of = |id| databases.iter().map(move |database| doc! {"deployment": id, "stream": database});
         let ids: Vec<Document> = self.ids().iter().flat_map(of).collect();
-        let positions = server.collection(self.database(), POSITIONS);
-        let found: Vec<Document> = positions.find(doc! {"_id": {"$in": &ids}}).await?.try_collect().await?;
+        let command = doc! {"find": POSITIONS, "filter": {"_id": {"$in": &ids}}};
+        let found = server.read_state(self.database(), command, after).await?;
         let times = found.iter().map(time).collect::<Result<Vec<_>>>()?;
         let times: Vec<ClusterTime> = times.into_iter().flatten().map(ClusterTime::from).collect();
         Ok((times.len() == ids.len()).then_some(times))
     }
 
-    /// True if a backfill of a rule in the plan, or a fan-out job, is open.
-    pub async fn has_open_jobs(&self, server: &Server, plan: &Plan) -> Result<bool> {
+    /// True if a backfill of a rule in the plan, or a fan-out job, is open, as of `after` or later.
+    pub async fn has_open_jobs(&self, server: &Server, plan: &Plan, after: ClusterTime) -> Result<bool> {
         let is_planned = |name: &str| plan.named(name).is_some();
         let open = |(name, record): &(String, RuleRecord)| record.state.is_backfilling() && is_planned(name);
-        Ok(self.standing(server).await?.iter().any(open) || self.is_fanning_out(server, None).await?)
+        Ok(self.standing_after(server, after).await?.iter().any(open)
+            || self.is_fanning_out(server, None, after).await?)
     }
 
-    /// True if a fan-out job is open, for one rule or for any. The position passes a job's event before its last target
-    /// is written.
-    pub async fn is_fanning_out(&self, server: &Server, rule: Option<&str>) -> Result<bool> {
+    /// True if a fan-out job is open, for one rule or for any, as of `after` or later. The position
+    /// passes a job's event before its last target is written.
+    pub async fn is_fanning_out(&self, server: &Server, rule: Option<&str>, after: ClusterTime) -> Result<bool> {
         let mut filter = doc! {"_id.deployment": {"$in": self.ids().to_vec()}};
         filter.extend(rule.map(|rule| doc! {"_id.rule": rule}).unwrap_or_default());
-        Ok(server.collection(self.database(), fan_out::COLLECTION).find_one(filter).await?.is_some())
+        let command = doc! {"find": fan_out::COLLECTION, "filter": filter, "projection": {"_id": 1}, "limit": 1};
+        Ok(!server.read_state(self.database(), command, after).await?.is_empty())
     }
 }
 

@@ -8,8 +8,8 @@ use futures_util::TryStreamExt;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use crate::checkpoint::store::Store;
-use denormd_model::{clock, field_path::FieldPath};
+use crate::checkpoint::{rule_record::Retired, store::Store};
+use denormd_model::clock;
 use denormd_mongo::{
     Server, bounded,
     error::{Error, Kind, Result},
@@ -50,28 +50,6 @@ pub enum RequestedWork {
     Prune(Vec<Retired>),
     /// Put back the values that the first backfill of the rule has overwritten or removed.
     Undo,
-}
-
-/// A path of a collection that a rule used to own.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Retired {
-    /// The full name of the collection, with its database.
-    #[serde(rename = "collection")]
-    pub collection: String,
-    /// The path of the field.
-    #[serde(rename = "path")]
-    pub path: FieldPath,
-    /// The condition on the rule's targets (`where`): it has written nothing in other documents.
-    #[serde(rename = "where", default, skip_serializing_if = "Option::is_none")]
-    pub filter: Option<Document>,
-}
-
-impl Retired {
-    /// The names of the database and the collection.
-    #[must_use]
-    pub fn namespace(&self) -> (&str, &str) {
-        self.collection.split_once('.').unwrap_or_default()
-    }
 }
 
 /// The stored form of a request: one document for each partition.
@@ -198,14 +176,15 @@ impl Store {
         Ok(abandoned.modified_count > 0)
     }
 
-    /// The oldest open requests. Refuses those that cannot be read, which would otherwise stay in front of the others.
-    pub async fn requests(&self, server: &Server) -> Result<Vec<OperatorRequest>> {
+    /// The oldest open requests, without those in `begun`. Refuses those that cannot be read, which would otherwise stay in front of the others.
+    pub async fn requests(&self, server: &Server, begun: &[ObjectId]) -> Result<Vec<OperatorRequest>> {
         let open = doc! {
             "deployment": {"$in": self.ids().to_vec()}, "refused": {"$exists": false}, "_id": {"$type": "objectId"},
         };
+        let others = doc! {"$and": [open.clone(), {"_id": {"$nin": begun.to_vec()}}]};
         let requests = server.collection(self.database(), REQUESTS);
         let oldest = async || -> Result<Vec<Document>> {
-            Ok(requests.find(open.clone()).sort(doc! {"_id": 1}).limit(BATCH).await?.try_collect().await?)
+            Ok(requests.find(others.clone()).sort(doc! {"_id": 1}).limit(BATCH).await?.try_collect().await?)
         };
         let mut found = oldest().await?;
         if !found.is_empty() && self.refuse_abandoned(server, open.clone()).await? {

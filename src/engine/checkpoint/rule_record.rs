@@ -6,13 +6,15 @@ mod stored;
 use std::mem;
 
 use bson::{Bson, Document};
+use serde::{Deserialize, Serialize};
 
 use denormd_model::{
+    field_path::FieldPath,
     position::ClusterTime,
     rule_state::{BlockReason, RuleState},
 };
 
-use super::{kept::Keeping, requests::Retired};
+use super::kept::Keeping;
 pub use stored::RULES;
 pub(crate) use stored::{Id, document, read};
 pub(super) use stored::{
@@ -53,6 +55,28 @@ pub struct RuleRecord {
     pub keeping: Option<Keeping>,
     /// The fields to which `denormd undo` has put back values since the last backfill: they are the application's.
     pub undone: Vec<Retired>,
+}
+
+/// A path of a collection that a rule used to own.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Retired {
+    /// The full name of the collection, with its database.
+    #[serde(rename = "collection")]
+    pub collection: String,
+    /// The path of the field.
+    #[serde(rename = "path")]
+    pub path: FieldPath,
+    /// The condition on the rule's targets (`where`): it has written nothing in other documents.
+    #[serde(rename = "where", default, skip_serializing_if = "Option::is_none")]
+    pub filter: Option<Document>,
+}
+
+impl Retired {
+    /// The names of the database and the collection.
+    #[must_use]
+    pub fn namespace(&self) -> (&str, &str) {
+        self.collection.split_once('.').unwrap_or_default()
+    }
 }
 
 /// The effect of a state change on an agreement to the values that a backfill removes.

@@ -12,7 +12,6 @@ use std::{
 
 use bson::{Bson, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
-use mongodb::Collection;
 
 use denormd_model::{
     clock,
@@ -31,11 +30,11 @@ use super::{
     adoption::Decisions,
     fan_out,
     kept::Keeping,
-    requests::Retired,
     rule_record::{
-        self, Agreement, RULES, RuleRecord, changed, end_of_pause, has_ended, is_paused, is_unavailable,
+        self, Agreement, RULES, Retired, RuleRecord, changed, end_of_pause, has_ended, is_paused, is_unavailable,
         progress_field, same_generation, state_fields,
     },
+    term::{mine, refused_upsert, superseded},
     unreadable,
 };
 
@@ -220,31 +219,49 @@ impl Store {
 
     /// The records of all current and former rules of this deployment, by name, merged over the partitions.
     pub async fn rules(&self, server: &Server) -> Result<Vec<(String, RuleRecord)>> {
-        self.found(server, doc! {}).await
+        self.found(server, doc! {}, ClusterTime::default()).await
     }
 
     /// The same records without definitions, which are read every second for the states of the rules.
     pub async fn standing(&self, server: &Server) -> Result<Vec<(String, RuleRecord)>> {
-        self.found(server, doc! {"definition": 0, "retired": 0, "agreed": 0}).await
+        self.standing_after(server, ClusterTime::default()).await
     }
 
-    /// The records by the id of the partition and the name of the rule.
-    pub async fn records(&self, server: &Server) -> Result<BTreeMap<(String, String), RuleRecord>> {
-        let records = self.of_partitions(server, doc! {}).await?.into_iter();
+    /// The same, as of `after` or later. Without a time, a majority read may miss recent writes shortly after a failover.
+    pub(super) async fn standing_after(
+        &self,
+        server: &Server,
+        after: ClusterTime,
+    ) -> Result<Vec<(String, RuleRecord)>> {
+        self.found(server, doc! {"definition": 0, "retired": 0, "agreed": 0}, after).await
+    }
+
+    /// The records by the id of the partition and the name of the rule, as of `after` or later.
+    pub async fn records(&self, server: &Server, after: ClusterTime) -> Result<BTreeMap<(String, String), RuleRecord>> {
+        let records = self.of_partitions(server, doc! {}, after).await?.into_iter();
         Ok(records.map(|(id, record)| ((id.deployment, id.rule), record)).collect())
     }
 
-    async fn of_partitions(&self, server: &Server, projection: Document) -> Result<Vec<(rule_record::Id, RuleRecord)>> {
+    async fn of_partitions(
+        &self,
+        server: &Server,
+        projection: Document,
+        after: ClusterTime,
+    ) -> Result<Vec<(rule_record::Id, RuleRecord)>> {
         let mine = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
-        let rules = server.collection(&self.database, RULES);
-        let found: Vec<Document> = rules.find(mine).projection(projection).await?.try_collect().await?;
-        found.iter().map(rule_record::read).collect()
+        let command = doc! {"find": RULES, "filter": mine, "projection": projection};
+        server.read_state(&self.database, command, after).await?.iter().map(rule_record::read).collect()
     }
 
-    async fn found(&self, server: &Server, projection: Document) -> Result<Vec<(String, RuleRecord)>> {
+    async fn found(
+        &self,
+        server: &Server,
+        projection: Document,
+        after: ClusterTime,
+    ) -> Result<Vec<(String, RuleRecord)>> {
         let mut out: Vec<(String, RuleRecord)> = Vec::new();
         let mut places: HashMap<String, usize> = HashMap::new();
-        for (rule_record::Id { rule: name, .. }, record) in self.of_partitions(server, projection).await? {
+        for (rule_record::Id { rule: name, .. }, record) in self.of_partitions(server, projection, after).await? {
             match places.get(&name) {
                 Some(place) => out[*place].1.join(record),
                 None => {
@@ -613,36 +630,6 @@ impl Store {
 fn written_again(rule: &Rule) -> Document {
     let paths: Vec<String> = rule.owned().into_iter().map(ToString::to_string).collect();
     doc! {"undone": {"collection": rule.target.namespace.to_string(), "path": {"$in": paths}}}
-}
-
-/// A filter for the document with this `_id`, unless a later leader has marked it. An upsert then fails with a
-/// duplicate key.
-pub(super) fn mine(server: &Server, id: Document) -> Document {
-    doc! {"_id": id, "term": {"$not": {"$gt": server.term()}}}
-}
-
-/// The error for a refused upsert: a later leader may have marked the document with this `_id`.
-pub(super) async fn refused_upsert(
-    server: &Server,
-    documents: &Collection<Document>,
-    id: Document,
-    error: Error,
-) -> Error {
-    if error.code != Some(code::DUPLICATE_KEY) {
-        return error;
-    }
-    let later = doc! {"_id": id, "term": {"$gt": server.term()}};
-    match bounded(documents.find_one(later)).await {
-        Ok(Some(_)) => superseded(server),
-        Ok(None) => Error::new(Kind::Unavailable, "the state was changed in the meantime"),
-        Err(error) => error,
-    }
-}
-
-/// The state has the mark of a later leader: the leadership is over.
-fn superseded(server: &Server) -> Error {
-    server.supersede();
-    Error::new(Kind::Unavailable, "another instance has become the leader")
 }
 
 async fn create_collections(server: &Server, database: &str) -> Result<()> {

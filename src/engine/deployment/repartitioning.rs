@@ -309,9 +309,14 @@ fn identity(dead_letter: &Document) -> (String, String, Key, Key) {
 /// True if this partition retries the dead letter.
 fn concerns(partition: Partition, dead_letter: &Document) -> bool {
     let Ok(id) = dead_letter.get_document("_id") else { return false };
-    let key = loaded(id.get_array("key").map(Vec::as_slice).unwrap_or_default());
+    let key = id.get_array("key").ok();
+    // Each partition retries its own members of a circle.
+    let members = dead_letter.get_array("circle").into_iter().flatten().map(Bson::as_array);
+    let mut keys = std::iter::once(key).chain(members).map(|key| loaded(key.map(Vec::as_slice).unwrap_or_default()));
     match id.get_str("task").ok().and_then(Task::named) {
-        Some(Task::Value | Task::Target) => partition.owns(id.get_str("rule").unwrap_or_default(), &key),
+        Some(Task::Value | Task::Target) => {
+            keys.any(|key| partition.owns(id.get_str("rule").unwrap_or_default(), &key))
+        }
         _ => true,
     }
 }
@@ -381,6 +386,17 @@ mod tests {
         let of = |key: bson::Bson| identity(&doc! {"_id": {"rule": "r", "task": "Target", "key": [key], "target": []}});
         assert_eq!(of(6.into()), of(6.0.into()));
         assert_ne!(of(6.into()), of("6".into()));
+    }
+
+    #[test]
+    fn a_circle_concerns_the_partition_of_each_member() {
+        let keys = 1..20;
+        let owner = |key: i32| Partition::all(3).find(|one| one.owns("r", &Key::one(key.into()))).unwrap();
+        let other = keys.clone().find(|key| owner(*key) != owner(1)).unwrap();
+        let letter = doc! {"_id": {"rule": "r", "task": "Target", "key": [1]}, "circle": [[1], [other]]};
+        let concerned: Vec<Partition> = Partition::all(3).filter(|one| concerns(*one, &letter)).collect();
+        assert_eq!(concerned.len(), 2);
+        assert!(concerned.contains(&owner(1)) && concerned.contains(&owner(other)));
     }
 
     #[test]

@@ -26,7 +26,7 @@ use denormd_mongo::{
     error::{Kind, Result},
 };
 use denormd_rules::{
-    config::{Mistake, OnMissing},
+    config::Mistake,
     plan::{Rule, owned_paths, reference::Role, tree::Tree},
 };
 
@@ -77,6 +77,9 @@ pub struct Figures {
     pub removes: u64,
     /// Documents that would be deleted, and elements that would be pulled.
     pub deletes: u64,
+    /// True if the rule may delete what its last definition did not delete, because not all targets were compared.
+    #[serde(skip)]
+    pub deletes_unknown: bool,
     /// Documents that would be inserted; None for a rule that inserts none, and where they cannot be counted in time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub inserts: Option<u64>,
@@ -107,8 +110,10 @@ pub struct Foreign {
     pub values: u64,
     /// Values that would be replaced.
     pub overwrites: u64,
-    /// Values, documents and elements that would be removed.
+    /// Values that would be removed.
     pub removes: u64,
+    /// Documents and elements that would be deleted.
+    pub deletes: u64,
     /// Values that would be kept for `denormd undo`: those replaced or removed, but nothing of what is deleted.
     pub kept: u64,
     /// Approximate size of these values in the state database, in bytes.
@@ -188,15 +193,35 @@ pub enum Standing {
     Changed,
 }
 
-/// The paths that an earlier definition of the rule wrote in the same targets.
-#[must_use]
-pub fn owned_before(rule: &Rule, earlier: Option<&Document>) -> BTreeSet<String> {
-    let Some(earlier) = earlier else { return BTreeSet::new() };
-    // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here.
-    if earlier.get("target") != rule.definition.get("target") || earlier.get_bool("shadow").unwrap_or_default() {
-        return BTreeSet::new();
+/// What an earlier definition of a rule did in the same targets.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Before {
+    /// The paths that it wrote.
+    pub paths: BTreeSet<String>,
+    /// True if it deleted the same documents or elements as the rule does now.
+    pub deletes: bool,
+}
+
+impl Before {
+    /// What this definition did, if there was one.
+    #[must_use]
+    pub fn of(rule: &Rule, earlier: Option<&Document>) -> Self {
+        // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here.
+        let counts = |earlier: &&Document| {
+            earlier.get("target") == rule.definition.get("target") && !earlier.get_bool("shadow").unwrap_or_default()
+        };
+        let Some(earlier) = earlier.filter(counts) else { return Self::default() };
+        let decides = |definition: &Document| {
+            let parts = definition.clone().into_iter();
+            parts.filter(|(name, _)| !matches!(name.as_str(), "values" | "sort" | "shadow")).collect::<Document>()
+        };
+        Self {
+            paths: owned_paths(earlier).iter().map(ToString::to_string).collect(),
+            // What a rule creates is its own to delete.
+            deletes: rule.creates.is_some() && earlier.get_bool("create").unwrap_or_default()
+                || decides(earlier) == decides(&rule.definition),
+        }
     }
-    owned_paths(earlier).iter().map(ToString::to_string).collect()
 }
 
 impl Figures {
@@ -207,14 +232,22 @@ impl Figures {
         if self.compared == 0 && self.basis == Basis::Some {
             reasons.push("what it would do to existing values could not be counted in time".to_owned());
         }
-        let Foreign { values, overwrites, removes, .. } = self.foreign;
+        let Foreign { values, overwrites, removes, deletes, .. } = self.foreign;
         if removes > 0 {
             reasons.push(format!("it would remove {}", some(removes, values, "existing value")));
+        }
+        if deletes > 0 {
+            let what = if deletes == 1 { "document or element" } else { "documents or elements" };
+            let of = if self.basis == Basis::All { String::new() } else { format!(" ({})", self.stated_basis()) };
+            reasons.push(format!("it would delete {deletes} {what}{of}"));
         }
         let drawn = self.drawn.foreign;
         let (overwrites, most) = larger((overwrites, values), (drawn.overwrites, drawn.values));
         if overwrites * 100 > most {
             reasons.push(format!("it would overwrite {}", some(overwrites, most, "existing value")));
+        }
+        if self.deletes_unknown && self.compared > 0 {
+            reasons.push(format!("it may delete targets or elements that were not compared ({})", self.stated_basis()));
         }
         let (losing, holding) = self.losses();
         if standing == Standing::Changed && losing * 100 > holding {
@@ -290,9 +323,9 @@ fn some(part: u64, whole: u64, noun: &str) -> String {
     format!("{part} of {}", counted(whole, noun))
 }
 
-/// Counts the changes that `rule` would make. `before` has the paths that it already owned; `at_once` reads sources in
+/// Counts the changes that `rule` would make. `before` says what its last definition did; `at_once` reads sources in
 /// one pass, for rules without an index yet.
-pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, at_once: bool) -> Result<Count> {
+pub async fn figures(context: &Context, rule: &Rule, before: &Before, at_once: bool) -> Result<Count> {
     let target = &rule.target.namespace;
     let source = &rule.source.namespace;
     let after = context.server.operation_time().await?;
@@ -339,14 +372,13 @@ pub async fn figures(context: &Context, rule: &Rule, before: &BTreeSet<String>, 
         counting.out.figures.drawn = Drawn { foreign, holding: holds, losing };
         let all = counting.take(find(holding, HOLDING), HOLDING.unsigned_abs()).await?;
         // A target without a value can be deleted as well: only a comparison of all targets would tell.
-        if all
-            && drawn
-            && counting.out.figures.deletes == 0
-            && !matches!(rule.on_missing, OnMissing::Remove | OnMissing::Delete)
-        {
+        if all && drawn && counting.out.figures.deletes == 0 && !rule.may_delete() {
             counting.out.figures.basis = Basis::AllWithValues;
         }
     }
+    let figures = &mut counting.out.figures;
+    // Without an index yet, fewer targets are compared than the daemon will compare.
+    figures.deletes_unknown = rule.may_delete() && !before.deletes && !at_once && figures.basis != Basis::All;
     counting.references().await?;
     counting.out.figures.inserts = super::created::inserts(context, rule).await?;
     Ok(counting.out)
@@ -386,7 +418,7 @@ pub async fn losses(context: &Context, rule: &Rule) -> Result<Losses> {
     if rule.shadow {
         return Ok(Losses { holding: 0, losing: 0, counted: true });
     }
-    let own = owned_before(rule, Some(&rule.definition));
+    let own = Before::of(rule, Some(&rule.definition));
     let figures = Box::pin(figures(context, rule, &own, false)).await?.figures;
     let ((losing, holding), Figures { compared, basis, .. }) = (figures.losses(), figures);
     Ok(Losses { holding, losing, counted: compared > 0 || basis != Basis::Some })
@@ -411,7 +443,7 @@ fn holds_a_value(rule: &Rule) -> Document {
 struct Counting<'a> {
     context: &'a Context,
     rule: &'a Rule,
-    before: &'a BTreeSet<String>,
+    before: &'a Before,
     at_once: bool,
     after: ClusterTime,
     begun: Instant,
@@ -534,7 +566,7 @@ impl Counting<'_> {
         let (mut holds, mut loses) = (false, false);
         let mut gone: BTreeSet<Option<usize>> = BTreeSet::new();
         for field in &compared.fields {
-            let own = self.before.contains(&field.path);
+            let own = self.before.paths.contains(&field.path);
             let value = !says_nothing(field.stored.as_ref());
             holds |= value;
             figures.values += u64::from(value);
@@ -561,7 +593,7 @@ impl Counting<'_> {
                         continue;
                     }
                     figures.deletes += 1;
-                    figures.foreign.removes += u64::from(self.before.is_empty());
+                    figures.foreign.deletes += u64::from(!self.before.deletes);
                     (holds, loses) = (true, true);
                 }
             }

@@ -7,14 +7,18 @@
 //! A rule that creates its targets is backfilled in two passes. The first is that over its targets. The second reads the
 //! sources, and requests each key whose document is absent.
 
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{
+    collections::{HashSet, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
 
 use bson::{Bson, Document};
 use tokio::{sync::mpsc, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::store::Store,
+    checkpoint::{rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
     jobs::{Report, mailbox::Mailbox},
     reconcile::{Context, scan},
@@ -64,23 +68,39 @@ pub async fn run(
     stop: CancellationToken,
 ) {
     let mut waiting = Waiting::default();
+    let mut held_up: HashSet<RuleId> = HashSet::new();
     while !stop.is_cancelled() {
-        let new = if waiting.0.is_empty() { stop.run_until_cancelled(asked.wait()).await } else { Some(asked.take()) };
+        let new = if waiting.is_empty() { stop.run_until_cancelled(asked.wait()).await } else { Some(asked.take()) };
         for request in new.into_iter().flatten() {
-            waiting.add(request, 0);
+            waiting.add(request, false);
         }
-        let Some((mut request, failures)) = waiting.next(&context.plan.order) else { return };
+        let Some(mut request) = waiting.next(&context.plan.order) else { return };
         let begun = request.after.clone();
         let backfill =
             RuleBackfill { context: &context, store: &store, rule: context.plan.rule(request.rule), out: &out };
-        let Some(result) = stop.run_until_cancelled(backfill.run(&mut request)).await else { return };
+        let attempt = async {
+            if request.after.is_none() && !request.in_sources && !backfill.is_registered_everywhere().await? {
+                return Ok(None);
+            }
+            backfill.run(&mut request).await.map(Some)
+        };
+        let Some(result) = stop.run_until_cancelled(attempt).await else { return };
         let error = match result {
-            Ok(true) => match reports.send(Report::Backfilled(request)).await {
+            Ok(None) => {
+                if held_up.insert(request.rule) {
+                    let rule = &backfill.rule.name;
+                    tracing::info!(rule, "the backfill begins once all partitions run this definition of the rule");
+                }
+                waiting.add(request, true);
+                stop.run_until_cancelled(tokio::time::sleep(PAUSE)).await;
+                continue;
+            }
+            Ok(Some(true)) => match reports.send(Report::Backfilled(request)).await {
                 Ok(()) => continue,
                 Err(_) => return,
             },
             // Superseded by a newer request, which is recorded in the state and is picked up from there.
-            Ok(false) => continue,
+            Ok(Some(false)) => continue,
             Err(error) => error,
         };
         tracing::warn!(rule = %backfill.rule.name, error = %error.message, "the backfill was interrupted; retrying");
@@ -93,33 +113,47 @@ pub async fn run(
                 continue;
             }
         }
-        let failures = if request.after == begun { failures + 1 } else { 0 };
-        waiting.add(request, failures);
+        let has_failed = request.after == begun;
+        waiting.add(request, has_failed);
         stop.run_until_cancelled(tokio::time::sleep(PAUSE)).await;
     }
 }
 
-/// Backfills that wait for their turn, one per rule, each with its failures since it last made progress.
+/// Backfills that wait for their turn, one per rule.
 #[derive(Debug, Default)]
-struct Waiting(Vec<(BackfillRequest, u32)>);
+struct Waiting {
+    fresh: Vec<BackfillRequest>,
+    /// Those that have failed, or could not begin, since they last made progress.
+    tried: VecDeque<BackfillRequest>,
+}
 
 impl Waiting {
+    fn is_empty(&self) -> bool {
+        self.fresh.is_empty() && self.tried.is_empty()
+    }
+
     /// Adds a backfill. A newer one replaces an older one of the same rule.
-    fn add(&mut self, request: BackfillRequest, failures: u32) {
-        match self.0.iter_mut().find(|(known, _)| known.rule == request.rule) {
-            Some((known, _)) if known.generation >= request.generation => {}
-            Some(known) => *known = (request, failures),
-            None => self.0.push((request, failures)),
+    fn add(&mut self, request: BackfillRequest, is_tried: bool) {
+        let is_known = |known: &BackfillRequest| known.rule == request.rule && known.generation >= request.generation;
+        if self.fresh.iter().chain(&self.tried).any(is_known) {
+            return;
+        }
+        self.fresh.retain(|known| known.rule != request.rule);
+        self.tried.retain(|known| known.rule != request.rule);
+        if is_tried {
+            self.tried.push_back(request);
+        } else {
+            self.fresh.push(request);
         }
     }
 
-    /// Removes the next one, in the order of the plan. A backfill that fails goes behind those with fewer failures.
-    fn next(&mut self, order: &[RuleId]) -> Option<(BackfillRequest, u32)> {
-        let place = |rule: RuleId| order.iter().position(|other| *other == rule);
-        let places = self.0.iter().enumerate();
-        let next =
-            places.min_by_key(|(_, (request, failures))| (*failures, place(request.rule))).map(|(nth, _)| nth)?;
-        Some(self.0.swap_remove(next))
+    /// Removes the next one: the first in the order of the plan, and then those that were tried, in turn.
+    fn next(&mut self, order: &[RuleId]) -> Option<BackfillRequest> {
+        let place = |nth: &usize| order.iter().position(|rule| *rule == self.fresh[*nth].rule);
+        match (0..self.fresh.len()).min_by_key(place) {
+            Some(first) => Some(self.fresh.swap_remove(first)),
+            None => self.tried.pop_front(),
+        }
     }
 }
 
@@ -219,6 +253,20 @@ impl RuleBackfill<'_> {
             published.note(|snapshot| snapshot.clear_drift(&self.rule.name, started));
         }
         Ok(done)
+    }
+
+    /// True if every partition runs this definition of the rule. Another definition may assign a target to another
+    /// partition. Its leader could then overwrite what this backfill has written.
+    async fn is_registered_everywhere(&self) -> Result<bool> {
+        let Context { server, dead_letters, partition, .. } = self.context;
+        if partition.of() == 1 {
+            return Ok(true);
+        }
+        let store = Store::open(&server.unfenced(), &dead_letters.database, &dead_letters.deployment).await?;
+        let records = store.of_each_partition(server, &self.rule.name).await?;
+        let runs =
+            |record: &RuleRecord| record.state != RuleState::Removed && self.rule.has_definition(&record.definition);
+        Ok(records.len() == store.ids().len() && records.iter().all(|(_, record)| runs(record)))
     }
 
     /// Records the end of a backfill. False if it was requested again meanwhile.
@@ -349,13 +397,13 @@ mod tests {
         let order = [RuleId(1), RuleId(0), RuleId(2)];
         let mut waiting = Waiting::default();
         for rule in 0..3 {
-            waiting.add(request(rule, 1), 0);
+            waiting.add(request(rule, 1), false);
         }
         let mut turns = Vec::new();
         for _ in 0..6 {
-            let (request, failures) = waiting.next(&order).unwrap();
+            let request = waiting.next(&order).unwrap();
             turns.push(request.rule.0);
-            waiting.add(request, failures + 1);
+            waiting.add(request, true);
         }
         assert_eq!(turns, [1, 0, 2, 1, 0, 2]);
     }
@@ -364,9 +412,9 @@ mod tests {
     fn the_newest_backfill_of_a_rule_stands_for_the_others() {
         let mut waiting = Waiting::default();
         for generation in [2, 5, 3] {
-            waiting.add(request(0, generation), 0);
+            waiting.add(request(0, generation), false);
         }
-        assert_eq!(waiting.next(&[RuleId(0)]), Some((request(0, 5), 0)));
+        assert_eq!(waiting.next(&[RuleId(0)]), Some(request(0, 5)));
         assert_eq!(waiting.next(&[RuleId(0)]), None);
     }
 }

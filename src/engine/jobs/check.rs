@@ -272,8 +272,9 @@ impl<'a> Check<'a> {
                 return Ok(false);
             }
             let applied = self.store.applied(server, &self.context.plan.databases()).await?;
+            let after = server.operation_time().await?;
             if applied.is_some_and(|applied| applied >= now)
-                && !self.store.is_fanning_out(server, Some(&self.rule.name)).await?
+                && !self.store.is_fanning_out(server, Some(&self.rule.name), after).await?
             {
                 return Ok(true);
             }

@@ -6,8 +6,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::{
-        requests::{RequestOutcome, Retired},
-        rule_record::RuleRecord,
+        requests::RequestOutcome,
+        rule_record::{Retired, RuleRecord},
         store::Store,
     },
     reconcile::{

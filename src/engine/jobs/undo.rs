@@ -16,8 +16,8 @@ use super::prune::owns;
 use crate::{
     checkpoint::{
         kept::{COLLECTION, Element, KeptValue, fingerprint},
-        requests::{OperatorRequest, RequestOutcome, Retired},
-        rule_record::RuleRecord,
+        requests::{OperatorRequest, RequestOutcome},
+        rule_record::{Retired, RuleRecord},
         store::Store,
     },
     reconcile::{Context, read::simple_collation},

@@ -10,9 +10,11 @@ use crate::{
     checkpoint::{
         adoption::{Decision, Decisions},
         rule_record::RuleRecord,
+        store::Store,
     },
+    dead_letter::DeadLetters,
     inspection::{
-        adoption::{Basis, Figures, Standing, figures, owned_before},
+        adoption::{Basis, Before, Figures, Standing, figures},
         suspicion::suspicions,
     },
     reconcile::Context,
@@ -60,10 +62,16 @@ async fn decision(
 ) -> Result<Option<Decision>> {
     let same =
         before.is_some_and(|record| rule.has_definition(&record.definition) && record.state != RuleState::Removed);
+    let decisions = decisions_of(context);
     if same && !(rule.adopt && before.is_some_and(is_blocked)) {
+        // Another definition was decided on and taken back before it ran. If it returns, its effect is counted again.
+        if let Some(other) = decisions.decided(&rule.name).await?.filter(|other| !rule.has_definition(other))
+            && !is_in_force(context, rule, &other).await?
+        {
+            decisions.withdraw(&rule.name, &other, context.partition.of() > 1).await?;
+        }
         return Ok(None);
     }
-    let decisions = decisions_of(context);
     let last = decisions.of(&rule.name).await?;
     if let Some(decision) = last.clone().filter(|last| rule.has_definition(&last.definition) && !rule.adopt) {
         return Ok(Some(decision));
@@ -91,6 +99,22 @@ async fn decision(
     Ok(Some(decision))
 }
 
+/// The state of a deployment that has other partitions than this one.
+pub(super) async fn of_other_partitions(context: &Context) -> Result<Option<Store>> {
+    if context.partition.of() == 1 {
+        return Ok(None);
+    }
+    let DeadLetters { database, deployment, .. } = &context.dead_letters;
+    Store::open(&context.server.unfenced(), database, deployment).await.map(Some)
+}
+
+/// True if another partition runs this definition of the rule.
+async fn is_in_force(context: &Context, rule: &Rule, definition: &Document) -> Result<bool> {
+    let Some(others) = of_other_partitions(context).await? else { return Ok(false) };
+    let records = others.of_each_partition(&context.server, &rule.name).await?;
+    Ok(records.iter().any(|(_, record)| record.definition == *definition))
+}
+
 /// True if `denormd undo` has put back values in a field that this definition owned.
 fn left_by_undo(record: &RuleRecord, definition: &Document) -> bool {
     let collection = definition.get_document("target").and_then(|target| target.get_str("collection")).ok();
@@ -101,8 +125,8 @@ fn left_by_undo(record: &RuleRecord, definition: &Document) -> bool {
 
 /// Reasons against the first writes of a rule; none if there are no objections.
 async fn count(whole: &Context, rule: &Rule, earlier: Option<&Document>) -> Result<Option<Adoption>> {
-    let own = owned_before(rule, earlier);
-    let standing = if own.is_empty() { Standing::New } else { Standing::Changed };
+    let own = Before::of(rule, earlier);
+    let standing = if own.paths.is_empty() { Standing::New } else { Standing::Changed };
     let figures = match Box::pin(figures(whole, rule, &own, false)).await {
         Ok(counted) => counted.figures,
         Err(error) if error.is_transient() => return Err(error),

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use bson::RawDocumentBuf;
+use bson::{RawDocumentBuf, oid::ObjectId};
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinSet,
@@ -41,8 +41,8 @@ const READ_STATES: Duration = Duration::from_secs(1);
 
 /// Finding due dead letters also reads those that are not due: it takes no more than a twentieth of the time.
 const PAUSE_FACTOR: u32 = 20;
-/// A page of dead letters that takes longer than this continues in the background: a slow key in it may take many
-/// minutes.
+/// A page of dead letters, or of a command's request, that takes longer than this continues in the background: a slow key in
+/// it may take many minutes.
 const LONG: Duration = Duration::from_secs(5);
 /// With this number of pages in the background, a rule that has dead letters in one of them gets no further page.
 const MAX_BACKGROUND_PAGES: usize = 3;
@@ -143,8 +143,14 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<R
 /// Carries out the requests of commands: targets to reconcile again, and retired fields to remove. Answers when they
 /// are done.
 async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, stop: CancellationToken) {
-    let round = async || {
-        for asked in store.requests(&context.server).await? {
+    let mut late: Vec<(ObjectId, SentPage)> = Vec::new();
+    let mut round = async || {
+        while let Some(done) = late.iter_mut().position(|(_, page)| page.is_done()) {
+            let (id, _) = late.swap_remove(done);
+            store.request_done(&context.server, id).await?;
+        }
+        let begun: Vec<ObjectId> = late.iter().map(|(id, _)| *id).collect();
+        for asked in store.requests(&context.server, &begun).await? {
             let targets = match asked.work {
                 RequestedWork::Reconcile(targets) => targets,
                 work @ (RequestedWork::Prune(_) | RequestedWork::Undo) => {
@@ -164,10 +170,12 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
             let requests = targets.into_iter().map(|id| target_request(rule, Key::one(id))).collect();
             let after = context.server.operation_time().await?;
             let Ok(mut page) = Page::send(&out, requests, after).await else { return Ok(None) };
-            if page.done().await.is_err() {
-                return Ok(None);
+            // A slow repair goes on in the background: other requests wait for it for five seconds at most.
+            match tokio::time::timeout(LONG, page.done()).await {
+                Ok(Ok(())) => store.request_done(&context.server, asked.id).await?,
+                Ok(Err(_)) => return Ok(None),
+                Err(_) => late.push((asked.id, page)),
             }
-            store.request_done(&context.server, asked.id).await?;
         }
         Ok::<_, Error>(None)
     };

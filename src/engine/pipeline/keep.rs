@@ -2,16 +2,15 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use bson::DateTime;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::{adoption::Decision, kept::Keeping, rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
-    inspection::adoption::owned_before,
+    inspection::adoption::Before,
     reconcile::Context,
 };
-use denormd_model::{clock, rule_state::RuleState};
+use denormd_model::{position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::error::Result;
 use denormd_rules::{
     config::OnMissing,
@@ -37,7 +36,7 @@ pub(super) fn of(
     // Values written while a rule was not in the config are the application's.
     let returns = before.is_some_and(|record| record.state == RuleState::Removed);
     let earlier = decision.and_then(|decision| decision.earlier.as_ref()).filter(|_| !returns);
-    let own = owned_before(rule, earlier);
+    let own = Before::of(rule, earlier).paths;
     // Its first backfill may be unfinished.
     let open = before.and_then(|record| record.keeping.as_ref()).filter(|_| !returns);
     let is_open = |path: &String| open.is_some_and(|open| open.paths.contains(path));
@@ -78,7 +77,7 @@ pub(super) async fn resume(context: &Context, rule: &Rule, keeping: Option<Keepi
 pub(super) async fn end(context: &Context, store: &Store, name: &str, generation: i64) {
     let Some(rule) = context.plan.named(name) else { return };
     let ended = async {
-        if store.is_fanning_out(&context.server, Some(name)).await? {
+        if store.is_fanning_out(&context.server, Some(name), ClusterTime::default()).await? {
             return Ok(false);
         }
         store.end_keeping(&context.server, rule, generation).await
@@ -101,9 +100,7 @@ pub(super) async fn expire(context: Arc<Context>, stop: CancellationToken) {
     let mut pause = FIRST;
     while stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_some() {
         pause = EXPIRE_EVERY;
-        let age = clock::millis(context.undo.keep);
-        let before = DateTime::from_millis(clock::wall_millis().saturating_sub(age));
-        match context.kept().expire(before).await {
+        match context.kept().expire(context.undo.keep).await {
             Ok(0) => {}
             Ok(values) => {
                 tracing::info!(values, "kept values have expired: `denormd undo` cannot put them back any more");

@@ -11,7 +11,6 @@ use crate::{
         rule_record::{Agreement, RuleRecord},
         store::Store,
     },
-    dead_letter::DeadLetters,
     reconcile::Context,
 };
 use denormd_model::{
@@ -27,12 +26,19 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
     let mut rules = Rules::new(&context.plan);
     // A rule may only write after the permission to do so is recorded.
     let decisions = adoption::decide(context, &known).await?;
-    let others = of_other_partitions(context).await?;
+    let others = adoption::of_other_partitions(context).await?;
     for (rule, decision) in context.plan.rules.iter().zip(decisions) {
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
         let (state, generation) = match (before, decision) {
             (Some(record), None) => {
                 log_stopped(&rule.name, &record.state);
+                // An earlier start may have ended before it forgot the work of the former definition.
+                let begins = matches!(record.state, RuleState::Backfilling { after: None, in_sources: false, .. });
+                // With kept values, the dead letters and jobs tell where the application's values still are.
+                let has_kept = record.keeping.as_ref().is_some_and(|keeping| !keeping.passed.is_empty());
+                if (begins || is_blocked(record)) && !has_kept {
+                    forget_work(context, rule).await?;
+                }
                 keep::resume(context, rule, record.keeping.clone()).await?;
                 (record.state.clone(), record.generation)
             }
@@ -73,8 +79,6 @@ async fn register(
     if let Some(record) = before.filter(changed) {
         store.retire(&context.server, &rule.name, &record.definition).await?;
     }
-    // Before the definition is recorded: after a crash in between, the new one would retry them.
-    context.dead_letters.forget(&context.server, &rule.name).await?;
     let next = |seen: Option<&RuleRecord>| {
         let state = first_state(rule, seen, block.as_ref());
         // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
@@ -93,8 +97,16 @@ async fn register(
     tracing::info!(rule = %rule.name, state = registered.0.name(), "{change}");
     failpoint::here("rule-reset");
     keep::begin(context, rule, keeping).await?;
-    context.fan_outs.forget(&context.server, &rule.name).await?;
+    forget_work(context, rule).await?;
     Ok(registered)
+}
+
+/// Deletes the dead letters and the fan-out jobs of a rule: a backfill from the start covers them, and their keys may be those
+/// of a former definition. After the new definition is recorded, so that they are still there if the former one
+/// goes on after a crash in between.
+async fn forget_work(context: &Context, rule: &Rule) -> Result<()> {
+    context.dead_letters.forget(&context.server, &rule.name).await?;
+    context.fan_outs.forget(&context.server, &rule.name).await
 }
 
 /// Ends the work of recorded rules that are not in the config.
@@ -123,15 +135,6 @@ async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleR
         ),
     }
     Ok(())
-}
-
-/// The state of a deployment that has other partitions than this one.
-async fn of_other_partitions(context: &Context) -> Result<Option<Store>> {
-    if context.partition.of() == 1 {
-        return Ok(None);
-    }
-    let DeadLetters { database, deployment, .. } = &context.dead_letters;
-    Store::open(&context.server.unfenced(), database, deployment).await.map(Some)
 }
 
 /// The pause of a rule in another partition: `denormd pause` reaches only those that have registered the rule. Read after

@@ -184,7 +184,8 @@ impl Pipeline {
                 self.rules.sources.insert(rule.id, Some(uuid.clone()));
             }
             (Change::SourceBack(uuid), Recorded::State(RuleState::Backfilling { .. }, _)) => {
-                self.rules.sources.insert(rule.id, Some(uuid.clone()));
+                // If somebody has unblocked the rule meanwhile, it is not recorded. The next look at the sources records it.
+                self.rules.sources.remove(&rule.id);
                 tracing::info!(rule = %rule.name, "the source collection is there again: the rule is backfilled from it");
                 context.memory.sources.saw(&rule.source.namespace, Some(uuid.clone()));
             }
@@ -218,7 +219,7 @@ impl Pipeline {
         if let RuleState::Backfilling { after, in_sources, agreed } = self.rules.state(rule).clone() {
             let generation = self.rules.generation(rule);
             self.context.counts.jobs.fetch_add(1, Ordering::Relaxed);
-            // Each call after the start has a newer generation.
+            // This runs once for each generation: at the start, and when a newer one is taken over.
             self.jobs.backfills.put(rule, BackfillRequest { rule, generation, after, in_sources });
             removals_agreed = agreed;
         }

@@ -24,6 +24,8 @@ use std::{collections::HashSet, time::Duration};
 use bson::{Bson, Document, doc};
 
 use crate::{
+    checkpoint::earlier::sources_seen,
+    dead_letter::DeadLetters,
     reconcile::{
         batch::{End, Item, Run, newest},
         compare::created::stand_ins,
@@ -36,7 +38,7 @@ use crate::{
     request::Request,
     route::value_request,
 };
-use denormd_model::{key::Key, namespace::Namespace, position::ClusterTime};
+use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::{
     command::{decoded, limited},
     error::{Error, Kind, Result},
@@ -226,11 +228,19 @@ impl Context {
         Ok(absent)
     }
 
-    /// True if a source collection does not exist, or is another one than that which is known.
-    async fn is_lost(&self, source: &Namespace) -> Result<bool> {
+    /// True if the source collection of a rule has existed and is gone, or is another one now. While a source has never
+    /// existed, no document is there because of it.
+    async fn is_lost(&self, rule: &Rule) -> Result<bool> {
+        let source = &rule.source.namespace;
         let names = [source.collection.as_str()];
         let now = self.server.collection_uuids(&source.database, &names).await?.remove(&source.collection);
-        Ok(now.is_none() || self.memory.sources.uuid(source).is_some_and(|known| Some(known) != now))
+        if self.memory.sources.uuid(source).is_some_and(|known| now.as_ref() != Some(&known)) {
+            return Ok(true);
+        }
+        // Of a source that was replaced before this process looked, the record alone tells.
+        let DeadLetters { database, deployment, .. } = &self.dead_letters;
+        let seen = sources_seen(&self.server, database, deployment, &rule.name).await?;
+        Ok(seen.iter().any(|seen| now.is_none() || seen.as_ref().is_some_and(|seen| Some(seen) != now.as_ref())))
     }
 
     /// Of these keys without sources, those for which another rule has sources and keeps the document.
@@ -252,7 +262,7 @@ impl Context {
             let rows = self.server.read(&other.source.namespace.database, command, after).await?;
             let found: HashSet<Key> = rows.iter().map(|row| key_of(row)).collect::<Result<_>>()?;
             // Documents created from a source that is gone stay until it is there again, or somebody has agreed.
-            let all = self.is_lost(&other.source.namespace).await?;
+            let all = self.is_lost(other).await?;
             held.extend(left.into_iter().filter(|key| all || found.contains(*key)).cloned());
         }
         Ok(held)

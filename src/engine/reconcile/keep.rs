@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 
-use bson::{Bson, Document, RawBson, doc};
+use bson::{Bson, DateTime, Document, RawBson, doc};
 
 use crate::{
     checkpoint::kept::{Element, Fingerprint, Place, fingerprint},
@@ -219,10 +219,13 @@ impl Run<'_> {
     async fn store_kept(&self, values: &[Old]) -> Result<()> {
         let (Some(kept), false) = (self.context.memory.kept.of(self.rule.id), values.is_empty()) else { return Ok(()) };
         let rule = self.rule.name.as_str();
+        // By the server's clock, because kept values expire by it.
+        let now = self.context.server.operation_time().await?;
+        let at = DateTime::from_millis(i64::from(now.seconds) * 1000);
         let mut statements = Vec::with_capacity(3 * values.len());
         let mut bytes = 0;
         for Old { place, value, was, new } in values {
-            let three = self.context.kept().statements(rule, place, Some(value), (was, new))?;
+            let three = self.context.kept().statements(rule, place, Some(value), (was, new), at)?;
             bytes += three[0].as_bytes().len() as u64;
             statements.extend(three);
         }
@@ -239,7 +242,7 @@ impl Run<'_> {
             }
             // The largest documents leave no room for anything beside the value.
             tracing::warn!(rule, error = %error.message, "a value is too large to be kept for `denormd undo`");
-            let without = self.context.kept().statements(rule, place, None, (was, new))?;
+            let without = self.context.kept().statements(rule, place, None, (was, new), at)?;
             server.update(database, collection, &without, timeout).await?;
         }
         Ok(())

@@ -193,8 +193,8 @@ pub const RULE: &[Key] = &[
         "adopt",
         Form::Flag,
         "false",
-        "Agrees beforehand that the first backfill may remove and overwrite existing values, beyond the removal limit too. Otherwise \
-         such a rule is blocked until `denormd unblock`.",
+        "Agrees beforehand that the first backfill may remove and overwrite existing values, and delete documents and elements, beyond \
+         the removal limit too. Otherwise such a rule is blocked until `denormd unblock`.",
     ),
 ];
 

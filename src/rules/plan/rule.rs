@@ -433,6 +433,13 @@ impl Rule {
         self.values.gathers()
     }
 
+    /// True if the rule deletes documents or elements that have no source.
+    #[must_use]
+    pub fn may_delete(&self) -> bool {
+        matches!(self.on_missing, OnMissing::Remove | OnMissing::Delete)
+            || self.creates.as_ref().is_some_and(|creates| !creates.keeps)
+    }
+
     /// True if a target has a value for each of its references, computed from the target as well.
     #[must_use]
     pub fn by_reference(&self) -> bool {

@@ -472,8 +472,9 @@ async fn only_with_dead_letters(db: &Database, rules: &[String]) -> bool {
 /// Fails if a guard has found drift where only denormd writes the copies.
 async fn no_drift(instances: &[SocketAddr]) -> Result<()> {
     for instance in instances {
-        let metrics = client::get(*instance, "/metrics", Duration::from_secs(5)).await;
-        let text = metrics.map(|answer| String::from_utf8_lossy(&answer.body).into_owned()).unwrap_or_default();
+        let metrics =
+            until("metrics", async || client::get(*instance, "/metrics", Duration::from_secs(5)).await.ok()).await;
+        let text = String::from_utf8_lossy(&metrics.body).into_owned();
         for found in text.lines().filter_map(|line| line.strip_prefix("denormd_drift_found_total{rule=\"w")) {
             let seed = found.split_once('-').and_then(|(seed, _)| seed.parse().ok()).filter(|seed| is_guarded(*seed));
             if seed.is_some() && !found.ends_with(" 0") {

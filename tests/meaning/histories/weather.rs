@@ -217,7 +217,8 @@ impl Weather {
         }
     }
 
-    /// Deletes the leases, and sometimes those by which the instances replace them. Returns false if each attempt fails.
+    /// Deletes the leases one to four times, so that some of those that replace them go as well. Returns false if no attempt
+    /// succeeds.
     async fn delete_leases(&mut self) -> bool {
         let (server, database) = &self.operator;
         let leases = server.database(database).collection::<Document>("leases");

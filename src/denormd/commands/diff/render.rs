@@ -202,8 +202,8 @@ fn notes(difference: &Difference) -> impl Iterator<Item = &'static str> {
         (
             writes,
             "Before the first write of each of these rules, the daemon compares it with existing data. It blocks a rule that would \
-             remove a value that denormd did not write, overwrite more than 1% of such values, or remove a value from more than 1% \
-             of the targets that hold one. `denormd plan` with a server says what the rules would do.",
+             remove a value that denormd did not write, begin to delete documents or array elements, overwrite more than 1% of such \
+             values, or remove a value from more than 1% of the targets that hold one. `denormd plan` with a server says what the rules would do.",
         ),
     ]
     .into_iter()

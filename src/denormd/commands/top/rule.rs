@@ -84,7 +84,9 @@ fn figures(status: &Status, rule: &Rule, last: bool, rate: Option<f64>) -> Vec<(
     }
     match &rule.backfill {
         Backfill::None => {}
-        Backfill::Waiting => out.push(("backfill", "waits for the backfills of other rules".to_owned())),
+        Backfill::Waiting => {
+            out.push(("backfill", "waits for other backfills, or until every partition runs the rule".to_owned()));
+        }
         running @ Backfill::Running { scanned, total, .. } => {
             let of = total.map_or_else(String::new, |total| format!(" of about {total}"));
             let pace = explained_pace(running).map_or_else(String::new, |pace| format!(", {pace}"));

@@ -16,8 +16,8 @@ use denormd_model::{
 };
 use denormd_mongo::error::{Error, Result};
 
-use super::RuleRecord;
-use crate::checkpoint::{kept::Keeping, requests::Retired, unreadable};
+use super::{Retired, RuleRecord};
+use crate::checkpoint::{kept::Keeping, unreadable};
 
 /// The collection of rule states: one document per deployment and rule.
 pub const RULES: &str = "rules";
