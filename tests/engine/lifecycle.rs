@@ -184,7 +184,9 @@ async fn a_write_that_takes_its_time_is_nobodys_drift() {
 async fn a_backfill_whose_checkpoint_is_lost_starts_over() {
     let test = denormd_fixture::database().await;
     let db = host_and_log(&test).await;
-    db.collection("log").insert_many((2..100).map(|id| doc! {"_id": id, "host": 1})).await.unwrap();
+    // Each has a source of its own: one statement does not write them all.
+    db.collection("hosts").insert_many((2..100).map(|id| doc! {"_id": id, "ip": "10.0.0.1"})).await.unwrap();
+    db.collection("log").insert_many((2..100).map(|id| doc! {"_id": id, "host": id})).await.unwrap();
     let rule = HOST.replace("name: address,", "name: address, guard: off,");
     let daemon = Daemon::start(&test, &rule).await;
     daemon.settled().await;
@@ -193,7 +195,7 @@ async fn a_backfill_whose_checkpoint_is_lost_starts_over() {
     let half = doc! {"$set": {"backfill": "pending", "after": [50]}};
     state.collection::<Document>("rules").update_one(doc! {}, half).await.unwrap();
     state.collection::<Document>("positions").delete_many(doc! {}).await.unwrap();
-    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    db.collection::<Document>("hosts").update_many(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
     let daemon = Daemon::start(&test, &rule).await;
     daemon.settled().await;
     let stale = doc! {"ip": {"$ne": "10.0.0.2"}};
