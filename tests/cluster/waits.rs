@@ -385,6 +385,8 @@ async fn a_standby_excepts_the_rules_that_its_leader_does_not_run() {
     let test = denormd_fixture::database().await;
     test.database().collection("hosts").insert_one(doc! {"_id": 1, "ip": 1}).await.unwrap();
     let standby = Running::start(&test, &format!("{IP}\n{NOTE}"), LEASE).await;
+    // It is ready before it leads.
+    standby.until_json("it leads", |status| status["role"] == "leader").await;
     let except = async || {
         let answer = client::get(standby.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap();
         assert_eq!(answer.code, 200, "{}\n{}", String::from_utf8_lossy(&answer.body), standby.log());
