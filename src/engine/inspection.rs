@@ -80,7 +80,7 @@ pub async fn inspection(
             None => None,
         };
         let at_once = lookups.iter().any(|lookup| lookup.what == lookups::SOURCES && lookup.index.is_none());
-        let before = earlier.get(&rule.name).map(|earlier| adoption::Before::of(rule, Some(earlier)));
+        let before = earlier.get(&rule.name).map(|earlier| adoption::EarlierWrites::of(rule, Some(earlier)));
         let adoption = match sample {
             Some(_) => Some(Box::pin(adoption::figures(context, rule, &before.unwrap_or_default(), at_once)).await?),
             None => None,

@@ -328,6 +328,15 @@ async fn standing(test: &denormd_fixture::TestDb, daemon: &Daemon) -> RuleState 
     known.into_iter().find(|(name, _)| name == "customer").unwrap_or_else(|| panic!("{}", test.name)).1.state
 }
 
+/// The state of the rule once a daemon has run with it.
+async fn state_after_a_run(test: &denormd_fixture::TestDb, rule: &str) -> RuleState {
+    let daemon = Daemon::start_unadopted(&config(test, rule)).await;
+    daemon.settled().await;
+    let state = standing(test, &daemon).await;
+    daemon.stop().await;
+    state
+}
+
 /// Nine of a thousand documents were less than 1% of the values, so a changed rule deleted them without asking.
 #[tokio::test]
 async fn a_changed_rule_deletes_no_document_unasked() {
@@ -337,13 +346,7 @@ async fn a_changed_rule_deletes_no_document_unasked() {
     let targets = db.collection::<Document>("orders");
     let dangling = doc! {"$set": {"customer": 99}, "$unset": {"customerName": 1}};
     targets.update_many(doc! {"_id": {"$lt": 9}}, dangling).await.unwrap();
-    let run = async |rule: &str| {
-        let daemon = Daemon::start_unadopted(&config(&test, rule)).await;
-        daemon.settled().await;
-        let state = standing(&test, &daemon).await;
-        daemon.stop().await;
-        state
-    };
+    let run = async |rule: &str| state_after_a_run(&test, rule).await;
     assert_eq!(run(RIGHT).await, RuleState::Live);
     let deletes = RIGHT.replace("set: {", "on_missing: delete, set: {");
     let state = run(&deletes).await;
@@ -376,13 +379,7 @@ async fn a_change_that_was_withdrawn_is_counted_again() {
     let test = denormd_fixture::database().await;
     let db = test.database();
     orders(&db, 30).await;
-    let run = async |rule: &str| {
-        let daemon = Daemon::start_unadopted(&config(&test, rule)).await;
-        daemon.settled().await;
-        let state = standing(&test, &daemon).await;
-        daemon.stop().await;
-        state
-    };
+    let run = async |rule: &str| state_after_a_run(&test, rule).await;
     assert_eq!(run(RIGHT).await, RuleState::Live);
     let changed = RIGHT.replace("$firstName }", "$firstName, mail: $email }");
     pipeline::decide(&*context(&config(&test, &changed)).await).await.unwrap();

@@ -301,9 +301,7 @@ async fn awaited(store: &Store, server: &Server, rule: &Rule) -> Result<Awaited>
     if let Some(state) = worst.filter(|state| state.is_stopped()) {
         return Err(stopped(&rule.name, state));
     }
-    let is_registered =
-        |record: &RuleRecord| record.state != RuleState::Removed && rule.has_definition(&record.definition);
-    let unregistered = store.ids().iter().filter(|id| !records.get(*id).is_some_and(is_registered));
+    let unregistered = store.ids().iter().filter(|id| !records.get(*id).is_some_and(|record| record.runs(rule)));
     let unregistered: Vec<String> = unregistered.cloned().collect();
     if !unregistered.is_empty() {
         return Ok(Awaited::Unregistered(unregistered));

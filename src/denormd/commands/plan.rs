@@ -13,7 +13,7 @@ use denormd_engine::{
     deployment::lease,
     inspection::{
         Distribution, Inspection, PreImages, Problem, References, Sample, ShardKey, Sharded, Sizes,
-        adoption::{Basis, Before, Change, ChangeKind, Figures, Standing},
+        adoption::{Basis, Change, ChangeKind, EarlierWrites, Figures, Standing},
         created::expiring,
         deployment::rules_that_stop,
         inspection,
@@ -378,7 +378,7 @@ fn blocked(
     if rule.adopt || rule.shadow || before.is_some_and(|before| rule.has_definition(before)) {
         return None;
     }
-    let standing = if Before::of(rule, before).paths.is_empty() { Standing::New } else { Standing::Changed };
+    let standing = if EarlierWrites::of(rule, before).paths.is_empty() { Standing::New } else { Standing::Changed };
     let figures = &inspection.adoption.as_ref()?.figures;
     // Nothing can be counted without the index. The next run counts again once it exists.
     if figures.compared == 0 && inspection.lookups.iter().any(|lookup| lookup.index.is_none()) {

@@ -10,7 +10,7 @@ use axum::{
 };
 
 use crate::status::Board;
-use denormd_engine::{checkpoint::store::Store, reconcile::Context};
+use denormd_engine::reconcile::Context;
 use denormd_model::rule_state::RuleState;
 use denormd_mongo::error::Result;
 
@@ -49,8 +49,8 @@ enum Requested {
 }
 
 async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -> Result<Requested> {
-    let (server, dead_letters) = (&context.server, &context.dead_letters);
-    let store = Store::open(&server.unfenced(), &dead_letters.database, &dead_letters.deployment).await?;
+    let server = &context.server;
+    let store = context.state_of_deployment().await?;
     let known = store.rules(server).await?;
     if context.plan.named(rule).is_none() {
         return Ok(Requested::UnknownRule);

@@ -156,9 +156,7 @@ impl Whole {
         if elsewhere.is_empty() {
             return Ok(None);
         }
-        let (server, dead_letters) = (self.context.server.unfenced(), &self.context.dead_letters);
-        let store = Store::open(&server, &dead_letters.database, &dead_letters.deployment).await?;
-        Ok(Some(store.of(&elsewhere)))
+        Ok(Some(self.context.state_of_deployment().await?.of(&elsewhere)))
     }
 
     /// Waits for the partitions of `store`. True if their leaders have changed no target and started no job since `last`, the

@@ -3,14 +3,14 @@
 //! A decision is recorded before the rule writes anything. The first decision recorded for a definition wins. So
 //! partitions that decide at the same time, or a former leader whose command arrives late, cannot decide differently.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use bson::{Bson, Document, doc};
 
 use super::unreadable;
 use denormd_model::{clock, rule_state::Adoption};
 use denormd_mongo::{
-    Server, bounded, code,
+    Server, all, bounded, code,
     error::{Error, Result},
     unless,
 };
@@ -91,10 +91,14 @@ impl Decisions<'_> {
         Ok(())
     }
 
-    /// The definition of a rule that the latest decision is about, if it can be read.
-    pub async fn decided(&self, rule: &str) -> Result<Option<Document>> {
-        let found = bounded(self.collection().find_one(doc! {"_id": self.id(rule)})).await?;
-        Ok(found.and_then(|found| found.get_document("definition").ok().cloned()))
+    /// The definition of each rule that its latest decision is about, by the rule's name; without those that cannot be read.
+    pub async fn definitions(&self) -> Result<BTreeMap<String, Document>> {
+        let found = all(self.collection().find(doc! {"_id.deployment": self.deployment})).await?;
+        let read = |decision: &Document| {
+            let rule = decision.get_document("_id").ok()?.get_str("rule").ok()?;
+            Some((rule.to_owned(), decision.get_document("definition").ok()?.clone()))
+        };
+        Ok(found.iter().filter_map(read).collect())
     }
 
     /// Deletes the decision about a definition that is not in force, so that its effect is counted again if it returns. With

@@ -176,12 +176,13 @@ impl Store {
         Ok(abandoned.modified_count > 0)
     }
 
-    /// The oldest open requests, without those in `begun`. Refuses those that cannot be read, which would otherwise stay in front of the others.
-    pub async fn requests(&self, server: &Server, begun: &[ObjectId]) -> Result<Vec<OperatorRequest>> {
+    /// The oldest open requests, but for those in progress. Refuses those that cannot be read, which would otherwise stay in
+    /// front of the others.
+    pub async fn requests(&self, server: &Server, in_progress: &[ObjectId]) -> Result<Vec<OperatorRequest>> {
         let open = doc! {
             "deployment": {"$in": self.ids().to_vec()}, "refused": {"$exists": false}, "_id": {"$type": "objectId"},
         };
-        let others = doc! {"$and": [open.clone(), {"_id": {"$nin": begun.to_vec()}}]};
+        let others = doc! {"$and": [open.clone(), {"_id": {"$nin": in_progress.to_vec()}}]};
         let requests = server.collection(self.database(), REQUESTS);
         let oldest = async || -> Result<Vec<Document>> {
             Ok(requests.find(others.clone()).sort(doc! {"_id": 1}).limit(BATCH).await?.try_collect().await?)

@@ -14,6 +14,8 @@ use denormd_model::{
     rule_state::{BlockReason, RuleState},
 };
 
+use denormd_rules::plan::Rule;
+
 use super::kept::Keeping;
 pub use stored::RULES;
 pub(crate) use stored::{Id, document, read};
@@ -91,6 +93,12 @@ pub enum Agreement {
 }
 
 impl RuleRecord {
+    /// True if the rule was last in the config with this definition.
+    #[must_use]
+    pub fn runs(&self, rule: &Rule) -> bool {
+        self.state != RuleState::Removed && rule.has_definition(&self.definition)
+    }
+
     /// Merges the records of two partitions: the more urgent state, and only the progress that both have made.
     pub(super) fn join(&mut self, other: Self) {
         let other_is_worse = other.state.outranks(&self.state);

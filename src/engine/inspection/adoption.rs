@@ -193,17 +193,17 @@ pub enum Standing {
     Changed,
 }
 
-/// What an earlier definition of a rule did in the same targets.
+/// The writes of an earlier definition of a rule to the same targets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Before {
+pub struct EarlierWrites {
     /// The paths that it wrote.
     pub paths: BTreeSet<String>,
     /// True if it deleted the same documents or elements as the rule does now.
     pub deletes: bool,
 }
 
-impl Before {
-    /// What this definition did, if there was one.
+impl EarlierWrites {
+    /// The writes of this definition; none without one.
     #[must_use]
     pub fn of(rule: &Rule, earlier: Option<&Document>) -> Self {
         // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here.
@@ -217,7 +217,7 @@ impl Before {
         };
         Self {
             paths: owned_paths(earlier).iter().map(ToString::to_string).collect(),
-            // What a rule creates is its own to delete.
+            // A rule may delete the documents that it has created.
             deletes: rule.creates.is_some() && earlier.get_bool("create").unwrap_or_default()
                 || decides(earlier) == decides(&rule.definition),
         }
@@ -325,7 +325,7 @@ fn some(part: u64, whole: u64, noun: &str) -> String {
 
 /// Counts the changes that `rule` would make. `before` says what its last definition did; `at_once` reads sources in
 /// one pass, for rules without an index yet.
-pub async fn figures(context: &Context, rule: &Rule, before: &Before, at_once: bool) -> Result<Count> {
+pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, at_once: bool) -> Result<Count> {
     let target = &rule.target.namespace;
     let source = &rule.source.namespace;
     let after = context.server.operation_time().await?;
@@ -418,7 +418,7 @@ pub async fn losses(context: &Context, rule: &Rule) -> Result<Losses> {
     if rule.shadow {
         return Ok(Losses { holding: 0, losing: 0, counted: true });
     }
-    let own = Before::of(rule, Some(&rule.definition));
+    let own = EarlierWrites::of(rule, Some(&rule.definition));
     let figures = Box::pin(figures(context, rule, &own, false)).await?.figures;
     let ((losing, holding), Figures { compared, basis, .. }) = (figures.losses(), figures);
     Ok(Losses { holding, losing, counted: compared > 0 || basis != Basis::Some })
@@ -443,7 +443,7 @@ fn holds_a_value(rule: &Rule) -> Document {
 struct Counting<'a> {
     context: &'a Context,
     rule: &'a Rule,
-    before: &'a Before,
+    before: &'a EarlierWrites,
     at_once: bool,
     after: ClusterTime,
     begun: Instant,

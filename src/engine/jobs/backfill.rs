@@ -18,7 +18,7 @@ use tokio::{sync::mpsc, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::{rule_record::RuleRecord, store::Store},
+    checkpoint::store::Store,
     dead_letter::Chosen,
     jobs::{Report, mailbox::Mailbox},
     reconcile::{Context, scan},
@@ -75,7 +75,7 @@ pub async fn run(
             waiting.add(request, false);
         }
         let Some(mut request) = waiting.next(&context.plan.order) else { return };
-        let begun = request.after.clone();
+        let start = request.after.clone();
         let backfill =
             RuleBackfill { context: &context, store: &store, rule: context.plan.rule(request.rule), out: &out };
         let attempt = async {
@@ -113,7 +113,7 @@ pub async fn run(
                 continue;
             }
         }
-        let has_failed = request.after == begun;
+        let has_failed = request.after == start;
         waiting.add(request, has_failed);
         stop.run_until_cancelled(tokio::time::sleep(PAUSE)).await;
     }
@@ -258,15 +258,12 @@ impl RuleBackfill<'_> {
     /// True if every partition runs this definition of the rule. Another definition may assign a target to another
     /// partition. Its leader could then overwrite what this backfill has written.
     async fn is_registered_everywhere(&self) -> Result<bool> {
-        let Context { server, dead_letters, partition, .. } = self.context;
-        if partition.of() == 1 {
+        if self.context.partition.of() == 1 {
             return Ok(true);
         }
-        let store = Store::open(&server.unfenced(), &dead_letters.database, &dead_letters.deployment).await?;
-        let records = store.of_each_partition(server, &self.rule.name).await?;
-        let runs =
-            |record: &RuleRecord| record.state != RuleState::Removed && self.rule.has_definition(&record.definition);
-        Ok(records.len() == store.ids().len() && records.iter().all(|(_, record)| runs(record)))
+        let store = self.context.state_of_deployment().await?;
+        let records = store.of_each_partition(&self.context.server, &self.rule.name).await?;
+        Ok(records.len() == store.ids().len() && records.iter().all(|(_, record)| record.runs(self.rule)))
     }
 
     /// Records the end of a backfill. False if it was requested again meanwhile.

@@ -143,7 +143,7 @@ async fn put_back(
 ) -> Result<RequestOutcome> {
     let rule = asked.rule.as_str();
     let kept = context.kept();
-    let whole = Store::open(&context.server.unfenced(), kept.database, kept.deployment).await?;
+    let whole = context.state_of_deployment().await?;
     let is_planned = context.plan.named(rule).is_some();
     let mut after: Option<Document> = None;
     loop {

@@ -12,16 +12,15 @@ use crate::{
         rule_record::RuleRecord,
         store::Store,
     },
-    dead_letter::DeadLetters,
     inspection::{
-        adoption::{Basis, Before, Figures, Standing, figures},
+        adoption::{Basis, EarlierWrites, Figures, Standing, figures},
         suspicion::suspicions,
     },
     reconcile::Context,
 };
 use denormd_model::{
     failpoint,
-    rule_state::{Adoption, BlockReason, RuleState},
+    rule_state::{Adoption, BlockReason},
 };
 use denormd_mongo::error::Result;
 use denormd_rules::plan::{Rule, owned_paths};
@@ -46,10 +45,11 @@ pub(super) fn is_blocked(record: &RuleRecord) -> bool {
 pub(super) async fn decide(context: &Context, known: &[(String, RuleRecord)]) -> Result<Vec<Option<Decision>>> {
     // The decision covers the whole rule, not only this partition's keys.
     let whole = &context.whole();
+    let decided = &decisions_of(context).definitions().await?;
     let one = |rule: &Arc<Rule>| {
         let rule = rule.clone();
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record.clone());
-        async move { decision(context, whole, &rule, before.as_ref()).await }
+        async move { decision(context, whole, &rule, before.as_ref(), decided.get(&rule.name)).await }
     };
     stream::iter(&context.plan.rules).map(one).buffered(AT_ONCE).try_collect().await
 }
@@ -59,16 +59,16 @@ async fn decision(
     whole: &Context,
     rule: &Rule,
     before: Option<&RuleRecord>,
+    decided: Option<&Document>,
 ) -> Result<Option<Decision>> {
-    let same =
-        before.is_some_and(|record| rule.has_definition(&record.definition) && record.state != RuleState::Removed);
+    let same = before.is_some_and(|record| record.runs(rule));
     let decisions = decisions_of(context);
     if same && !(rule.adopt && before.is_some_and(is_blocked)) {
         // Another definition was decided on and taken back before it ran. If it returns, its effect is counted again.
-        if let Some(other) = decisions.decided(&rule.name).await?.filter(|other| !rule.has_definition(other))
-            && !is_in_force(context, rule, &other).await?
+        if let Some(other) = decided.filter(|other| !rule.has_definition(other))
+            && !is_in_force(context, rule, other).await?
         {
-            decisions.withdraw(&rule.name, &other, context.partition.of() > 1).await?;
+            decisions.withdraw(&rule.name, other, context.partition.of() > 1).await?;
         }
         return Ok(None);
     }
@@ -104,8 +104,7 @@ pub(super) async fn of_other_partitions(context: &Context) -> Result<Option<Stor
     if context.partition.of() == 1 {
         return Ok(None);
     }
-    let DeadLetters { database, deployment, .. } = &context.dead_letters;
-    Store::open(&context.server.unfenced(), database, deployment).await.map(Some)
+    context.state_of_deployment().await.map(Some)
 }
 
 /// True if another partition runs this definition of the rule.
@@ -125,7 +124,7 @@ fn left_by_undo(record: &RuleRecord, definition: &Document) -> bool {
 
 /// Reasons against the first writes of a rule; none if there are no objections.
 async fn count(whole: &Context, rule: &Rule, earlier: Option<&Document>) -> Result<Option<Adoption>> {
-    let own = Before::of(rule, earlier);
+    let own = EarlierWrites::of(rule, earlier);
     let standing = if own.paths.is_empty() { Standing::New } else { Standing::Changed };
     let figures = match Box::pin(figures(whole, rule, &own, false)).await {
         Ok(counted) => counted.figures,

@@ -149,8 +149,8 @@ async fn requests(context: Arc<Context>, store: Store, out: mpsc::Sender<Page>, 
             let (id, _) = late.swap_remove(done);
             store.request_done(&context.server, id).await?;
         }
-        let begun: Vec<ObjectId> = late.iter().map(|(id, _)| *id).collect();
-        for asked in store.requests(&context.server, &begun).await? {
+        let in_progress: Vec<ObjectId> = late.iter().map(|(id, _)| *id).collect();
+        for asked in store.requests(&context.server, &in_progress).await? {
             let targets = match asked.work {
                 RequestedWork::Reconcile(targets) => targets,
                 work @ (RequestedWork::Prune(_) | RequestedWork::Undo) => {

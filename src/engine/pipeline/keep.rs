@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     checkpoint::{adoption::Decision, kept::Keeping, rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
-    inspection::adoption::Before,
+    inspection::adoption::EarlierWrites,
     reconcile::Context,
 };
 use denormd_model::{position::ClusterTime, rule_state::RuleState};
@@ -36,7 +36,7 @@ pub(super) fn of(
     // Values written while a rule was not in the config are the application's.
     let returns = before.is_some_and(|record| record.state == RuleState::Removed);
     let earlier = decision.and_then(|decision| decision.earlier.as_ref()).filter(|_| !returns);
-    let own = Before::of(rule, earlier).paths;
+    let own = EarlierWrites::of(rule, earlier).paths;
     // Its first backfill may be unfinished.
     let open = before.and_then(|record| record.keeping.as_ref()).filter(|_| !returns);
     let is_open = |path: &String| open.is_some_and(|open| open.paths.contains(path));

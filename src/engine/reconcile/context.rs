@@ -17,7 +17,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::{fan_out::FanOuts, kept::Kept},
+    checkpoint::{fan_out::FanOuts, kept::Kept, store::Store},
     dead_letter::DeadLetters,
     metrics::Metrics,
     reconcile::{
@@ -126,6 +126,12 @@ impl Context {
     pub fn whole(&self) -> Self {
         let Self { server, plan, limits, dead_letters, metrics, .. } = self;
         Self::new(server.unfenced(), plan.clone(), limits.clone(), dead_letters.clone(), metrics.clone())
+    }
+
+    /// The state of all partitions of the deployment, to read it and to make requests; it does not end with the lease.
+    pub async fn state_of_deployment(&self) -> Result<Store> {
+        let DeadLetters { database, deployment, .. } = &self.dead_letters;
+        Store::open(&self.server.unfenced(), database, deployment).await
     }
 
     /// True if writes for this key of the rule run here.
