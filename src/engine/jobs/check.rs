@@ -38,8 +38,10 @@ use denormd_rules::plan::{Rule, reference::Role};
 pub use difference::{Differing, Kind as DifferenceKind};
 use suspects::{Suspects, Verdict};
 
+/// Number of targets in a page. The next page is read while one is compared.
+const PAGE: usize = 1000;
 /// Number of targets to compare at once.
-const PAGE: usize = 200;
+const AT_ONCE: usize = 200;
 /// Number of sources whose documents are looked up at once.
 const SOURCES: usize = 2000;
 /// Number of suspects at which reading stops until they are judged.
@@ -90,37 +92,63 @@ pub struct Check<'a> {
     /// The counts so far, without targets that are still suspects.
     pub tally: Tally,
     suspects: Suspects,
-    reading: Reading,
+    reading: Reading<'a>,
+    /// The page that was read and is to be compared.
+    ahead: Option<Page>,
+    /// The position after the last page that was compared.
+    position: Position,
     saved: bool,
 }
 
-/// The origin of the targets.
-enum Reading {
-    All { after: Option<Bson>, in_sources: bool, done: bool },
-    Sample { pages: Box<Pages>, sources: u64, done: bool },
+/// Reads targets page by page.
+struct Reading<'a> {
+    context: &'a Context,
+    rule: &'a Rule,
+    position: Position,
+    sample: Option<Sample>,
+}
+
+/// Targets drawn at random, and the number of sources to draw after them.
+struct Sample {
+    targets: Pages,
+    sources: u64,
+}
+
+/// A position in the targets, or in the sources that follow them.
+#[derive(Debug, Clone, Default)]
+struct Position {
+    after: Option<Bson>,
+    in_sources: bool,
+    done: bool,
+}
+
+/// Targets that were read after `time`.
+struct Page {
+    targets: Vec<Document>,
+    time: ClusterTime,
+    /// The position after them.
+    position: Position,
 }
 
 impl<'a> Check<'a> {
     /// Prepares a check of `rule`, from the start or from the last saved position.
     pub async fn new(context: &'a Context, store: &'a Store, rule: &'a Rule, scope: Scope) -> Result<Self> {
         let mut tally = Tally::default();
-        let reading = match scope.sample {
+        let mut position = Position::default();
+        let sample = match scope.sample {
             Some(size) => {
-                let pages = Box::new(sample(context, rule, size).await?);
                 let sources = if rule.creates.is_some() { size } else { 0 };
-                Reading::Sample { pages, sources, done: false }
+                Some(Sample { targets: sample(context, rule, size).await?, sources })
             }
-            None => {
-                let before = if scope.resume { store.check(&context.server, rule).await? } else { None };
-                // A finished check starts again.
-                let before = before.filter(|before| !before.done);
-                let after = before.and_then(|before| {
-                    tally = before.tally;
-                    before.after
-                });
-                Reading::All { after, in_sources: false, done: false }
-            }
+            None => None,
         };
+        if scope.resume && sample.is_none() {
+            // A finished check starts again.
+            let before = store.check(&context.server, rule).await?.filter(|before| !before.done);
+            if let Some(before) = before {
+                (position.after, tally) = (before.after, before.tally);
+            }
+        }
         tally.resumed = tally.compared > 0;
         Ok(Self {
             context,
@@ -129,7 +157,9 @@ impl<'a> Check<'a> {
             values: scope.values,
             tally,
             suspects: Suspects::default(),
-            reading,
+            reading: Reading { context, rule, position: position.clone(), sample },
+            ahead: None,
+            position,
             saved: true,
         })
     }
@@ -142,11 +172,11 @@ impl<'a> Check<'a> {
             if self.suspects.is_empty() && !self.saved {
                 self.save().await?;
             }
-            if self.is_read() && self.suspects.is_empty() {
+            if self.position.done && self.suspects.is_empty() {
                 return Ok(None);
             }
-            while !self.is_read() && self.suspects.len() < MOST_SUSPECTS {
-                self.read().await?;
+            while !self.position.done && self.suspects.len() < MOST_SUSPECTS {
+                self.compare_page().await?;
                 let round = if self.suspects.is_empty() { SHORT_ROUND } else { ROUND };
                 if started.elapsed() > round {
                     break;
@@ -154,7 +184,7 @@ impl<'a> Check<'a> {
             }
             let found = self.judge(&mut Vec::new()).await?;
             self.tally.differing += found.len() as u64;
-            if !found.is_empty() || !self.is_read() {
+            if !found.is_empty() || !self.position.done {
                 return Ok(Some(found));
             }
         }
@@ -165,7 +195,7 @@ impl<'a> Check<'a> {
     pub async fn again(&mut self, ids: &[Bson]) -> Result<Vec<Bson>> {
         let time = self.context.server.operation_time().await?;
         let mut others = Vec::new();
-        for ids in ids.chunks(PAGE) {
+        for ids in ids.chunks(AT_ONCE) {
             let mut take = |compared: Compared| self.suspects.add(&compared);
             others.extend(refused_of(self.context, self.rule, ids, time, &mut take).await?);
         }
@@ -176,46 +206,26 @@ impl<'a> Check<'a> {
         Ok(left)
     }
 
-    fn is_read(&self) -> bool {
-        match &self.reading {
-            Reading::All { done, .. } | Reading::Sample { done, .. } => *done,
-        }
-    }
-
-    async fn read(&mut self) -> Result<()> {
-        let time = self.context.server.operation_time().await?;
-        let page = match &mut self.reading {
-            Reading::All { after, in_sources: true, done } => {
-                let page = self.context.sources_of_documents(self.rule, after.as_ref(), SOURCES, time).await?;
-                *done = page.last.is_none();
-                *after = page.last;
-                page.absent
-            }
-            Reading::All { after, in_sources, done } => {
-                let page =
-                    scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
-                *done = page.last.is_none() && self.rule.creates.is_none();
-                *in_sources = page.last.is_none() && !*done;
-                if page.last.is_some() || *in_sources {
-                    *after = page.last;
-                }
-                page.targets
-            }
-            Reading::Sample { pages, sources, done } => match pages.next().await? {
-                Some(rows) => decoded(&rows)?,
-                None => {
-                    *done = true;
-                    absent_in_sample(self.context, self.rule, *sources, time).await?
-                }
-            },
+    /// Compares the next page, and reads the one after it meanwhile.
+    async fn compare_page(&mut self) -> Result<()> {
+        let Page { targets, time, position } = match self.ahead.take() {
+            Some(page) => page,
+            None => self.reading.next().await?,
         };
-        self.tally.compared += page.len() as u64;
-        self.saved = false;
-        for chunk in page.chunks(PAGE) {
-            let mut take = |compared: Compared| self.suspects.add(&compared);
-            // Targets whose expressions fail have dead letters.
-            self.tally.refused += compare_each(self.context, self.rule, chunk, time, &mut take).await?;
-        }
+        let compared = async {
+            let mut refused = 0;
+            for chunk in targets.chunks(AT_ONCE) {
+                let mut take = |compared: Compared| self.suspects.add(&compared);
+                refused += compare_each(self.context, self.rule, chunk, time, &mut take).await?;
+            }
+            Ok(refused)
+        };
+        let ahead = async { if position.done { Ok(None) } else { self.reading.next().await.map(Some) } };
+        let (refused, ahead) = tokio::try_join!(compared, ahead)?;
+        // Targets whose expressions fail have dead letters.
+        self.tally.refused += refused;
+        self.tally.compared += targets.len() as u64;
+        (self.position, self.ahead, self.saved) = (position, ahead, false);
         Ok(())
     }
 
@@ -229,7 +239,7 @@ impl<'a> Check<'a> {
             }
             let needed = if self.applied_up_to_now().await? { LOOKS } else { LOOKS_ALONE };
             let time = self.context.server.operation_time().await?;
-            for ids in self.suspects.ids(PAGE) {
+            for ids in self.suspects.ids(AT_ONCE) {
                 let mut seen = HashSet::new();
                 let mut take = |compared: Compared| {
                     seen.insert(Key::one(compared.target.clone()));
@@ -244,7 +254,7 @@ impl<'a> Check<'a> {
             }
         }
         self.tally.undecided += self.suspects.len() as u64;
-        others.extend(self.suspects.ids(PAGE).into_iter().flatten());
+        others.extend(self.suspects.ids(AT_ONCE).into_iter().flatten());
         self.suspects.clear();
         let mut found = found.into_iter().collect::<Result<Vec<_>>>()?;
         if !found.is_empty() {
@@ -294,16 +304,50 @@ impl<'a> Check<'a> {
     }
 
     async fn save(&mut self) -> Result<()> {
+        let Position { after, in_sources, done } = &self.position;
         // Sources are read from the start after an interruption: of most, only the key is looked up.
-        if let Reading::All { after, done, in_sources } = &self.reading
-            && (*done || !in_sources)
-        {
+        if self.reading.sample.is_none() && (*done || !in_sources) {
             let progress = CheckProgress { after: after.clone(), done: *done, tally: self.tally.clone() };
             self.store.save_check(&self.context.server, self.rule, &progress).await?;
             failpoint::here("check-saved");
         }
         self.saved = true;
         Ok(())
+    }
+}
+
+impl Reading<'_> {
+    /// Reads the next page, which may be empty.
+    async fn next(&mut self) -> Result<Page> {
+        let time = self.context.server.operation_time().await?;
+        let targets = match &mut self.sample {
+            Some(sample) => match sample.targets.next().await? {
+                Some(rows) => decoded(&rows)?,
+                None => {
+                    self.position.done = true;
+                    absent_in_sample(self.context, self.rule, sample.sources, time).await?
+                }
+            },
+            None => self.next_of_all(time).await?,
+        };
+        Ok(Page { targets, time, position: self.position.clone() })
+    }
+
+    async fn next_of_all(&mut self, time: ClusterTime) -> Result<Vec<Document>> {
+        let Position { after, in_sources, done } = &mut self.position;
+        if *in_sources {
+            let page = self.context.sources_of_documents(self.rule, after.as_ref(), SOURCES, time).await?;
+            *done = page.last.is_none();
+            *after = page.last;
+            return Ok(page.absent);
+        }
+        let page = scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
+        *done = page.last.is_none() && self.rule.creates.is_none();
+        *in_sources = page.last.is_none() && !*done;
+        if page.last.is_some() || *in_sources {
+            *after = page.last;
+        }
+        Ok(page.targets)
     }
 }
 
@@ -335,7 +379,7 @@ async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
     stages.extend([doc! {"$sample": {"size": size}}, doc! {"$project": projection(rule)}]);
     let command = doc! {
         "aggregate": &rule.target.namespace.collection, "pipeline": stages,
-        "cursor": {"batchSize": i32::try_from(PAGE).unwrap_or(200)}, "allowDiskUse": true,
+        "cursor": {"batchSize": i32::try_from(PAGE).unwrap_or(1000)}, "allowDiskUse": true,
         "collation": read::simple_collation(),
     };
     context.server.pages(&rule.target.namespace.database, command, ClusterTime::default()).await
