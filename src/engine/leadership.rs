@@ -30,12 +30,16 @@ use crate::{
 };
 use denormd_model::partition::Partition;
 use denormd_mongo::{
-    Connection,
+    Connection, code,
     error::{Error, Kind, Result},
 };
 
 /// Interval between checks for free partitions, or for too many of its own.
 const PARTITION_POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// The same after a read of the state that was created a moment ago, by this instance perhaps.
+const POLL_OF_NEW_STATE: Duration = Duration::from_millis(20);
+/// Number of such reads in a row that may fail before it is logged.
+const NEW_STATE_POLLS: u32 = 25;
 /// Time for which an instance that failed to start leading takes no partitions, so that another instance takes them.
 const UNFIT: Duration = Duration::from_secs(30);
 /// The same for a deployment that is not divided: the others look for a free lease more often than that.
@@ -224,6 +228,9 @@ impl Share {
             self.failures = if looked.is_err() { self.failures + 1 } else { 0 };
             match looked {
                 Ok(Some(free)) => return Ok(Event::Free(free)),
+                Err(error) if error.code == Some(code::SNAPSHOT_UNAVAILABLE) && self.failures <= NEW_STATE_POLLS => {
+                    self.tick.reset_after(POLL_OF_NEW_STATE);
+                }
                 Err(error) if self.failures.is_power_of_two() => {
                     tracing::warn!(error = %error.message, "cannot look for partitions to lead; trying again");
                 }

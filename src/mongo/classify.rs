@@ -26,7 +26,7 @@ pub fn kind_of_code(code: i32) -> Kind {
         6 | 7 | 89 | 9001 | 262 | 43 | 237 | 90 | 202 | 384 => Kind::Connection,
         // Every "not the primary any more", "shutting down" and "interrupted" code, WriteConflict, LockTimeout,
         // SnapshotUnavailable, NoSuchTransaction, ReadConcernMajorityNotAvailableYet, NotYetInitialized, TemporarilyUnavailable.
-        91 | 189 | 11600 | 11602 | 10107 | 13435 | 13436 | 10058 | 112 | 24 | 246 | 251 | 134 | 94 | 365 | 11601
+        91 | 189 | 11600 | 11602 | 10107 | 13435 | 13436 | 10058 | 112 | 24 | code::SNAPSHOT_UNAVAILABLE | 251 | 134 | 94 | 365 | 11601
         | 133 | 136 | 222
         // A router whose view of the shards is out of date, or that cannot tell: StaleShardVersion, StaleConfig,
         // StaleEpoch, StaleDbVersion, StaleChunkHistory, ShardNotFound, RetryChangeStream, MigrationConflict,

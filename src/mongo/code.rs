@@ -10,6 +10,8 @@ pub const NAMESPACE_EXISTS: i32 = 48;
 pub const CAPPED_POSITION_LOST: i32 = 136;
 /// DuplicateKey: another instance has written the document at the same moment, or an upsert has not matched it.
 pub const DUPLICATE_KEY: i32 = 11000;
+/// SnapshotUnavailable: the collection was created a moment ago, and no majority has confirmed that yet.
+pub const SNAPSHOT_UNAVAILABLE: i32 = 246;
 /// `$range` with a step of zero, which [`crate`] computes after a deadline.
 pub const TOO_LATE: i32 = 34449;
 /// BSONObjectTooLarge, and the code for an even larger change event: it does not fit into a reply.
