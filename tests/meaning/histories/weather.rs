@@ -21,6 +21,9 @@ use tokio::time::Instant;
 
 use super::instance::Instance;
 
+/// The longest time to wait for leases that replace deleted ones.
+const UNTIL_TAKEN: Duration = Duration::from_secs(3);
+
 /// A kind of fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Fault {
@@ -217,17 +220,18 @@ impl Weather {
         }
     }
 
-    /// Deletes the leases one to four times, so that some of those that replace them go as well. Returns false if no attempt
-    /// succeeds.
+    /// Deletes the leases one to four times, soon after they are there: an instance may not have claimed its term by then.
+    /// Returns false if there were none.
     async fn delete_leases(&mut self) -> bool {
-        let (server, database) = &self.operator;
-        let leases = server.database(database).collection::<Document>("leases");
-        let mut has_struck = false;
-        for _ in 0..self.random.random_range(1..=4) {
-            has_struck |= leases.delete_many(doc! {}).await.is_ok();
-            tokio::time::sleep(Duration::from_millis(self.random.random_range(5..150))).await;
+        let (_, database) = &self.operator;
+        let delete = doc! {"delete": "leases", "deletes": [{"q": {}, "limit": 0}], "$db": database};
+        let (begun, wanted, mut times) = (Instant::now(), self.random.random_range(1..=4), 0);
+        while times < wanted && begun.elapsed() < UNTIL_TAKEN {
+            let reply = self.model.run(delete.clone()).await;
+            times += i32::from(reply.get_i32("n").is_ok_and(|deleted| deleted > 0));
+            tokio::time::sleep(Duration::from_millis(self.random.random_range(1..20))).await;
         }
-        has_struck
+        times > 0
     }
 
     fn rates(&mut self) -> Faults {
