@@ -215,7 +215,7 @@ test-model: ## Send COMMANDS (100000) random commands to the simulated server an
 	export DENORMD_COMMANDS="$(or $(COMMANDS),100000)" DENORMD_FIRST="$(or $(FIRST),1)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture model::
 
-# SEEDS=1000, AT_ONCE=2 clusters of 20 seeds each. OPTIMISED=yes takes a quarter of an hour to build once, and pays off from ten
+# SEEDS=1000, AT_ONCE=2 clusters of 5 seeds each. OPTIMISED=yes takes a quarter of an hour to build once, and pays off from ten
 # thousand seeds on.
 .PHONY: simulate
 simulate: ## Draw SEEDS (1000) random histories on the simulated server, from a seed that nobody has tried, and compare each with the oracle
