@@ -3,6 +3,7 @@
 use std::{
     env, fs,
     path::PathBuf,
+    slice,
     time::{Duration, Instant},
 };
 
@@ -10,7 +11,7 @@ use bson::{Document, doc};
 use denormd_fixture::ReplicaSet;
 use denormd_show::{daemon::Daemon, host, progress::Progress};
 use futures_util::future::try_join_all;
-use mongodb::{Client, Database};
+use mongodb::{Client, Database, IndexModel};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -20,6 +21,8 @@ use tokio::{
 pub const STATEMENTS: usize = 500;
 /// Connections that a writer uses at once: they fill two cores.
 pub const WRITERS: usize = 2;
+/// Time limit of a start, which is reached only if something is broken.
+const LIMIT: Duration = Duration::from_mins(2);
 /// The database that the daemon keeps its state in.
 const STATE: &str = "denormd";
 /// The database of the workloads.
@@ -41,11 +44,11 @@ pub struct Cost {
     pub wall: f64,
     /// CPU seconds of the server.
     pub server: f64,
-    /// CPU seconds of the daemon.
+    /// CPU seconds of the daemon, of all daemons that are measured together, or of a client that does their work.
     pub daemon: f64,
 }
 
-/// A daemon that has caught up.
+/// A daemon and its config file.
 pub struct Running {
     daemon: Daemon,
     config: PathBuf,
@@ -79,6 +82,12 @@ impl Bench {
         self.client.database(STATE).drop().await.expect("a drop");
     }
 
+    /// The server's version.
+    pub async fn version(&self) -> String {
+        let reply = self.client.database("admin").run_command(doc! {"buildInfo": 1}).await.expect("the version");
+        reply.get_str("version").unwrap_or("of an unknown version").to_owned()
+    }
+
     /// The server's connection string.
     pub fn uri(&self) -> String {
         self.set.uri()
@@ -91,10 +100,48 @@ impl Bench {
 
     /// The same with another program than the one beside this one.
     pub async fn daemon_of(&self, program: Option<PathBuf>, rules: &str, count: usize) -> Running {
-        let config = env::temp_dir().join(format!("denormd-bench-{}.yaml", std::process::id()));
+        let mut running = self.prepared(program, rules);
+        running.start();
+        self.backfilled(count).await;
+        running.caught_up().await;
+        running
+    }
+
+    /// Starts this number of instances with as many partitions, and waits until each leads one and has caught up.
+    pub async fn instances(&self, number: u32, rules: &str, count: usize) -> Vec<Running> {
+        let mut instances: Vec<Running> = (0..number).map(|nth| self.instance(None, rules, (nth, number))).collect();
+        instances.iter_mut().for_each(Running::start);
+        let leases = self.client.database(STATE).collection::<Document>("leases");
+        let begun = Instant::now();
+        // There are no more partitions, so each of these processes leads one.
+        while leases.distinct("process", doc! {"owner": {"$ne": null}}).await.expect("the leases").len()
+            < instances.len()
+        {
+            assert!(
+                begun.elapsed() < LIMIT,
+                "the instances do not lead one partition each\n{}",
+                instances[0].log_tail()
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        self.backfilled(count * instances.len()).await;
+        for instance in &instances {
+            instance.caught_up().await;
+        }
+        instances
+    }
+
+    /// A daemon with these rules that is about to start: the server has what they need.
+    pub fn prepared(&self, program: Option<PathBuf>, rules: &str) -> Running {
+        self.instance(program, rules, (0, 1))
+    }
+
+    /// The same as one of several instances, with as many partitions.
+    fn instance(&self, program: Option<PathBuf>, rules: &str, (nth, partitions): (u32, u32)) -> Running {
+        let config = env::temp_dir().join(format!("denormd-bench-{}-{nth}.yaml", std::process::id()));
         // Held by SIGSTOP it stays the leader. Nothing else differs from the defaults.
         let head = format!(
-            "mongodb: {{ uri: \"mongodb://localhost\", database: {DATABASE} }}\nlease: {{ ttl_seconds: 3600 }}\n"
+            "mongodb: {{ uri: \"mongodb://localhost\", database: {DATABASE} }}\nlease: {{ ttl_seconds: 3600, partitions: {partitions} }}\n"
         );
         fs::write(&config, format!("{head}rules:\n{rules}")).expect("a config file");
         let mut daemon = Daemon::with(&config, &self.uri()).reachable();
@@ -102,11 +149,7 @@ impl Bench {
             daemon = daemon.running(program);
         }
         daemon.plan_apply();
-        daemon.start();
-        self.backfilled(count).await;
-        let running = Running { daemon, config };
-        running.caught_up().await;
-        running
+        Running { daemon, config }
     }
 
     /// Waits until the backfills of this number of rules are done.
@@ -120,21 +163,36 @@ impl Bench {
         self.client.database("admin").run_command(doc! {"fsync": 1}).await.expect("a checkpoint");
     }
 
-    /// The time, and the CPU time of the server and of the daemon so far.
-    pub fn spent(&self, daemon: Option<&Running>) -> (Instant, f64, f64) {
-        let mine = daemon.map_or(0.0, |daemon| host::cpu(daemon.pid()));
+    /// The time, and the CPU time of the server and of the daemons so far.
+    pub fn spent<'a>(&self, daemons: impl IntoIterator<Item = &'a Running>) -> (Instant, f64, f64) {
+        let mine = daemons.into_iter().map(|daemon| host::cpu(daemon.pid())).sum();
         (Instant::now(), host::cpu(self.set.node(0).pid()), mine)
     }
 
     /// The cost since then.
-    pub fn since(&self, (begin, server, mine): (Instant, f64, f64), daemon: Option<&Running>) -> Cost {
+    pub fn since<'a>(
+        &self,
+        (begin, server, mine): (Instant, f64, f64),
+        daemons: impl IntoIterator<Item = &'a Running>,
+    ) -> Cost {
         let wall = begin.elapsed().as_secs_f64();
-        let (_, server_now, mine_now) = self.spent(daemon);
+        let (_, server_now, mine_now) = self.spent(daemons);
         Cost { wall, server: server_now - server, daemon: mine_now - mine }
     }
 }
 
+impl Drop for Running {
+    fn drop(&mut self) {
+        fs::remove_file(&self.config).ok();
+    }
+}
+
 impl Running {
+    /// Starts the process.
+    pub fn start(&mut self) {
+        self.daemon.start();
+    }
+
     /// Of the process.
     pub fn pid(&self) -> u32 {
         self.daemon.pid().expect("a daemon that runs")
@@ -142,10 +200,7 @@ impl Running {
 
     /// Holds it, does something, and lets it go on: what changes meanwhile is a backlog.
     pub async fn held<T>(&self, then: impl Future<Output = T>) -> T {
-        host::signal(self.pid(), "STOP");
-        let out = then.await;
-        host::signal(self.pid(), "CONT");
-        out
+        held(slice::from_ref(self), then).await
     }
 
     /// Returns when everything is applied that is committed now.
@@ -158,11 +213,7 @@ impl Running {
     async fn caught_up(&self) {
         let begun = Instant::now();
         while !self.ask_to_wait().await.is_ok_and(|answer| answer.starts_with("HTTP/1.1 200")) {
-            assert!(
-                begun.elapsed() < Duration::from_mins(2),
-                "not caught up after its start\n{}",
-                self.daemon.log_tail()
-            );
+            assert!(begun.elapsed() < LIMIT, "not caught up after its start\n{}", self.daemon.log_tail());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -187,6 +238,8 @@ impl Running {
             "more lines like this were left out",
             // Of a collection that was made a moment ago, at a start.
             "SnapshotUnavailable",
+            // Of instances that start together and divide the deployment: one of them does.
+            "cannot look for partitions to lead",
             // Of a benchmark that changes all copies at once, while the daemon is held.
             "the backlog is too long to tell who wrote them",
             "the checkpoint will soon fall off the oplog",
@@ -195,8 +248,12 @@ impl Running {
         let others: Vec<&String> =
             warnings.iter().filter(|line| !expected.iter().any(|why| line.contains(why))).collect();
         assert!(others.is_empty(), "warnings: {others:#?}");
+        self.end().await;
+    }
+
+    /// Ends the process, which can start again.
+    pub async fn end(&mut self) {
         self.daemon.stop().await;
-        fs::remove_file(&self.config).ok();
     }
 
     /// Runs a command of denormd beside it, which must succeed.
@@ -211,6 +268,15 @@ impl Running {
     }
 }
 
+/// Holds these daemons, does something, and lets them go on: what changes meanwhile is a backlog.
+pub async fn held<T>(daemons: &[Running], then: impl Future<Output = T>) -> T {
+    let signal = |name| daemons.iter().for_each(|daemon| host::signal(daemon.pid(), name));
+    signal("STOP");
+    let out = then.await;
+    signal("CONT");
+    out
+}
+
 /// Inserts documents, in few commands.
 pub async fn insert(database: &Database, collection: &str, documents: Vec<Document>) {
     let collection = &database.collection::<Document>(collection);
@@ -219,6 +285,12 @@ pub async fn insert(database: &Database, collection: &str, documents: Vec<Docume
         let some: Vec<Document> = documents.by_ref().take(10_000).collect();
         collection.insert_many(some).ordered(false).await.expect("an insert");
     }
+}
+
+/// Creates the index that finds the products of a part. `plan --apply` creates it where denormd runs.
+pub async fn index_products(database: &Database) {
+    let index = IndexModel::builder().keys(doc! {"part": 1}).build();
+    database.collection::<Document>("products").create_index(index).await.expect("an index");
 }
 
 /// Runs update statements as fast as the server takes them: two connections, bulk commands, acknowledged by a majority.

@@ -123,7 +123,7 @@ async fn write_floor(bench: &Bench, database: &Database, workload: &Workload, ve
 }
 
 /// Asserts that every copy is right: otherwise it was not the same work.
-async fn assert_true(database: &Database, workload: &Workload, version: i32, daemon: &Running) {
+pub async fn assert_true(database: &Database, workload: &Workload, version: i32, daemon: &Running) {
     let (collection, stale) = (workload.stale)(version);
     let stale = database.collection::<bson::Document>(collection).count_documents(stale).await.expect("a count");
     assert_eq!(stale, 0, "{}: copies that are not true after a wait\n{}", workload.name, daemon.log_tail());

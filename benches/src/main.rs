@@ -6,16 +6,20 @@
 //! turn instead.
 
 mod bench;
+mod copies;
 mod drain;
+mod first;
 mod live;
 mod neighbour;
 mod pairs;
+mod partitions;
 mod peer;
+mod process;
 mod scale;
 mod scan;
 mod workloads;
 
-use std::{env, path::PathBuf};
+use std::{env, num::NonZero, path::PathBuf, thread::available_parallelism};
 
 use bench::Bench;
 
@@ -24,6 +28,7 @@ async fn main() {
     let only = env::var("ONLY").unwrap_or_default();
     let wanted = |name: &str| only.is_empty() || only.split(',').any(|word| name.starts_with(word.trim()));
     let bench = Bench::start(rounds()).await;
+    println!("MongoDB {}, {} cores", bench.version().await, available_parallelism().map_or(1, NonZero::get));
     let before = env::var_os("BEFORE").filter(|path| !path.is_empty()).map(PathBuf::from);
     if let Some(before) = &before {
         for workload in workloads::all().iter().filter(|workload| wanted(workload.name)) {
@@ -62,8 +67,17 @@ async fn main() {
     if wanted("backfill") {
         scan::measure(&bench).await;
     }
+    if wanted("first") {
+        first::measure(&bench).await;
+    }
+    if wanted("partitions") {
+        partitions::measure(&bench).await;
+    }
     if wanted("peer") {
         peer::measure(&bench).await;
+    }
+    if wanted("copies") {
+        copies::measure(&bench).await;
     }
 }
 

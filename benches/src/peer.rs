@@ -3,44 +3,29 @@
 use std::{
     env,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    time::{Duration, Instant},
+    process::{Command, Stdio},
+    time::Duration,
 };
 
-use bson::{Document, doc};
 use denormd_show::{
     figures::spread,
-    host,
     print::{bold, dim, heading},
 };
-use mongodb::{Database, IndexModel};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
 };
 
 use crate::{
-    bench::{Bench, DATABASE, insert, update},
+    bench::{Bench, DATABASE, index_products, insert, update},
     drain::change,
-    workloads::{self, Workload},
+    process::Process,
+    workloads,
 };
 
 const PACKAGE: &str = "mongodb-data-sync@0.1.24";
-/// So long it may take to start, and to apply a backlog.
-const PATIENCE: Duration = Duration::from_mins(15);
-
-/// The peer's process; it ends with this.
-struct Peer {
-    process: Child,
-    port: u16,
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        self.process.kill().ok();
-        self.process.wait().ok();
-    }
-}
+/// The time between two looks at its progress. A look reads the targets.
+const PAUSE: Duration = Duration::from_millis(500);
 
 /// Measures the peer where it can be had: `PEER` names a folder with its `node_modules`, else npm fetches them.
 pub async fn measure(bench: &Bench) {
@@ -56,9 +41,8 @@ pub async fn measure(bench: &Bench) {
     for (collection, documents) in (rename.load)() {
         insert(&database, collection, documents).await;
     }
-    let index = IndexModel::builder().keys(doc! {"part": 1}).build();
-    database.collection::<Document>("products").create_index(index).await.expect("an index");
-    let peer = start(&folder, &bench.uri()).await;
+    index_products(&database).await;
+    let mut peer = start(&folder, &bench.uri()).await;
     let mut ratios = Vec::new();
     for round in 0..=bench.rounds.min(3) {
         let version = i32::try_from(round).unwrap_or_default() * 2 + 1;
@@ -66,7 +50,7 @@ pub async fn measure(bench: &Bench) {
         change(&database, rename, version).await;
         let begin = bench.spent(None);
         peer.signal("CONT");
-        applied(&database, rename, version).await;
+        peer.applied(&database, (rename.stale)(version), PAUSE).await;
         let mine = bench.since(begin, None);
         // The events that it receives later are applied already.
         peer.signal("STOP");
@@ -104,60 +88,40 @@ fn installed() -> Result<PathBuf, String> {
     Ok(folder)
 }
 
-async fn start(folder: &Path, uri: &str) -> Peer {
+async fn start(folder: &Path, uri: &str) -> Process {
     let port = free_port();
-    let process = Command::new("node")
+    let mut command = Command::new("node");
+    command
         .arg(folder.join("node_modules/mongodb-data-sync/synchronizer_server.js"))
         .args(["-p", &port.to_string(), "-k", "bench", "-u", uri])
         .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .spawn()
-        .expect("node starts");
-    let mut peer = Peer { process, port };
+        .stdout(Stdio::null());
+    let mut peer = Process::start(&mut command);
     let body = format!(
         r#"{{"dbName": "{DATABASE}", "dependentCollection": "products", "refCollection": "parts", "localField": "part", "foreignField": "_id", "fieldsToSync": {{"name": "name", "price": "price"}}}}"#
     );
-    let begin = Instant::now();
-    while !peer.post("/dependencies?api_key=bench", &body).await {
-        let ended = peer.process.try_wait().expect("its status");
-        assert!(ended.is_none() && begin.elapsed() < PATIENCE, "the peer does not take its dependency: {ended:?}");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
+    let taken = async || post(port, "/dependencies?api_key=bench", &body).await;
+    peer.until("the peer takes its dependency", Duration::from_millis(200), taken).await;
     // Its stream opens a moment after the answer.
     tokio::time::sleep(Duration::from_secs(2)).await;
     peer
 }
 
-impl Peer {
-    fn signal(&self, name: &str) {
-        host::signal(self.process.id(), name);
-    }
-
-    async fn post(&self, path: &str, body: &str) -> bool {
-        let Ok(mut connection) = TcpStream::connect(("127.0.0.1", self.port)).await else { return false };
-        let request = format!(
-            "POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
-            body.len()
-        );
-        let mut answer = String::new();
-        connection.write_all(request.as_bytes()).await.is_ok()
-            && connection.read_to_string(&mut answer).await.is_ok()
-            && answer.starts_with("HTTP/1.1 200")
-    }
+async fn post(port: u16, path: &str, body: &str) -> bool {
+    let Ok(mut connection) = TcpStream::connect(("127.0.0.1", port)).await else { return false };
+    let request = format!(
+        "POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let mut answer = String::new();
+    connection.write_all(request.as_bytes()).await.is_ok()
+        && connection.read_to_string(&mut answer).await.is_ok()
+        && answer.starts_with("HTTP/1.1 200")
 }
 
 fn free_port() -> u16 {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     listener.local_addr().expect("its address").port()
-}
-
-async fn applied(database: &Database, workload: &Workload, version: i32) {
-    let (collection, stale) = (workload.stale)(version);
-    let begin = Instant::now();
-    while database.collection::<Document>(collection).find_one(stale.clone()).await.expect("a look").is_some() {
-        assert!(begin.elapsed() < PATIENCE, "the peer does not apply a backlog");
-        tokio::time::sleep(Duration::from_millis(500)).await;
-    }
 }
 
 /// Returns when the server has hardly anything to do.

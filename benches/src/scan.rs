@@ -13,7 +13,8 @@ use crate::bench::{Bench, Running, insert};
 
 const SOURCES: i32 = 20_000;
 const TARGETS: i32 = 200_000;
-const RULES: &str = "  - name: names\n    copy: { source: parts, target: products, match: { part: _id }, set: { name: $name, price: $price } }\n";
+/// A copy of two fields.
+pub const RULES: &str = "  - name: names\n    copy: { source: parts, target: products, match: { part: _id }, set: { name: $name, price: $price } }\n";
 
 /// Measures and prints.
 pub async fn measure(bench: &Bench) {
@@ -93,11 +94,16 @@ async fn merge(database: &Database, all: bool) -> f64 {
         forget(database).await;
     }
     let begin = Instant::now();
+    merge_all(database).await;
+    begin.elapsed().as_secs_f64()
+}
+
+/// Writes all copies by one aggregation in the server.
+pub async fn merge_all(database: &Database) {
     let mut pipeline = looked_up();
     pipeline.push(doc! {"$project": {"name": "$s.name", "price": "$s.price"}});
     pipeline.push(doc! {"$merge": {"into": "products", "whenMatched": "merge", "whenNotMatched": "discard"}});
     run(database, pipeline).await;
-    begin.elapsed().as_secs_f64()
 }
 
 async fn compare(database: &Database) -> f64 {

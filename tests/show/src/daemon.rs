@@ -34,7 +34,9 @@ impl Daemon {
         let binary = env::var_os("DENORMD").map_or(beside, PathBuf::from);
         assert!(binary.exists(), "there is no {}: build it in the same profile", binary.display());
         let config = config.canonicalize().unwrap_or_else(|error| panic!("{}: {error}", config.display()));
-        let log = env::temp_dir().join(format!("denormd-show-{}.log", std::process::id()));
+        // Several may run at the same time, each with a config file of its own.
+        let name = config.file_stem().unwrap_or_default().to_string_lossy();
+        let log = env::temp_dir().join(format!("denormd-show-{}-{name}.log", std::process::id()));
         Self { binary, config, uri: uri.to_owned(), listen: "127.0.0.1:0".to_owned(), child: None, log }
     }
 
