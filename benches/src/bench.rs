@@ -232,6 +232,7 @@ impl Running {
     pub async fn stop(mut self) {
         let expected = [
             "no answer in time",
+            "no primary of the replica set answers",
             "connections were closed after a failure",
             "connection lost",
             "owned fields differ from their definition",

@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Targets. All of them change in a round, whatever the fan-out.
-const COPIES: i32 = 40_000;
+const COPIES: i32 = 20_000;
 /// Targets of each source.
 const FAN_OUTS: [i32; 4] = [1, 4, 100, 10_000];
 /// The first pause between two looks at the script's progress.
