@@ -418,7 +418,8 @@ async fn a_first_backfill_deletes_nothing_unasked() {
     daemon.stop().await;
 }
 
-/// While the other rule's source has never existed, it holds no document. A source that is gone holds all of them.
+/// While the other rule's source has never existed, it holds no document. A source that is gone holds all of them, until its rule is
+/// taken out of the config.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_that_has_never_existed_holds_no_document() {
     let test = denormd_fixture::database().await;
@@ -444,7 +445,14 @@ async fn a_source_that_has_never_existed_holds_no_document() {
         progress.states.iter().any(|state| *state == RuleState::Blocked(BlockReason::SourceGone)).then_some(())
     })
     .await;
-    sales.delete_one(doc! {"_id": 3}).await.unwrap();
+    sales.insert_one(sale(5, 10, "2024-03-09T10:00:00Z", 1)).await.unwrap();
+    daemon.settled().await;
+    sales.delete_many(doc! {"_id": {"$in": [3, 5]}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(documents(&test).await, 4);
+    daemon.stop().await;
+    // The other rule leaves the config: documents with its field stay, and the one that it only held goes.
+    let daemon = Daemon::begin(&daemon::load(&daemon::config(&test, &rules("guard: off, "))), true).await;
     daemon.settled().await;
     assert_eq!(documents(&test).await, 3);
     daemon.stop().await;
@@ -500,6 +508,9 @@ async fn a_document_that_is_absent_is_found() {
     let test = denormd_fixture::database().await;
     let db = test.database();
     db.collection("sales").insert_many(some_sales()).await.unwrap();
+    // More documents than one page of a check.
+    let more = (0..700).map(|n| doc! {"_id": 100 + n, "item": 100 + n, "at": day("2024-03-09"), "amount": 1});
+    db.collection("sales").insert_many(more).await.unwrap();
     let program = Program::new(&daemon::config(&test, &rules("")));
     program.run(&["plan", "--apply"]).await.exits(0);
     program.run(&["backfill"]).await.exits(0);
@@ -508,7 +519,7 @@ async fn a_document_that_is_absent_is_found() {
     db.collection::<Document>("daily").delete_one(id.clone()).await.unwrap();
     let told = program.run(&["check"]).await.exits(3);
     assert!(told.out.contains("_id"), "{}", told.out);
-    program.run(&["check", "--sample", "100"]).await.exits(3);
+    program.run(&["check", "--sample", "1000"]).await.exits(3);
     program.run(&["check", "--repair"]).await;
     program.run(&["check"]).await.exits(0);
     // A document without sources that holds nothing else is one, too.

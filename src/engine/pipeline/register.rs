@@ -1,5 +1,7 @@
 //! Registers the rules when the pipeline starts: records new and changed ones, and reads the states of the others.
 
+use bson::Document;
+
 use super::{
     adoption::{self, decisions_of, is_blocked},
     keep,
@@ -22,7 +24,10 @@ use denormd_rules::{config::BackfillMode, plan::Rule};
 
 /// Records new and changed rules, and returns all rules.
 pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<Rules> {
-    let known = store.rules(&context.server).await?;
+    let mut known = store.rules(&context.server).await?;
+    if release_documents(context, store, &known).await? {
+        known = store.rules(&context.server).await?;
+    }
     let mut rules = Rules::new(&context.plan);
     // A rule may only write after the permission to do so is recorded.
     let decisions = adoption::decide(context, &known).await?;
@@ -56,6 +61,37 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
         rules.sources.extend(record.source_seen.then_some((rule.id, record.source_uuid)));
     }
     Ok(rules)
+}
+
+/// Requests backfills of the rules whose documents another rule may have kept until now, for want of its source or for values
+/// that it never wrote: one that created documents in the same collection, and that leaves it or the config. Comes before the
+/// change is recorded, so that a start that ends in between does it again. Returns true if there are such rules.
+async fn release_documents(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<bool> {
+    // A definition that was blocked is recorded for as long as it is absent.
+    let counts = |record: &RuleRecord| record.state != RuleState::Removed && !is_blocked(record);
+    let mut are_some = false;
+    for rule in &context.plan.rules {
+        let Some(collection) = creates_in(&rule.definition) else { continue };
+        let is_in = |definition: &Document| creates_in(definition) == Some(collection);
+        let leaves = |(name, record): &(String, RuleRecord)| {
+            let stays = context.plan.named(name).is_some_and(|rule| is_in(&rule.definition));
+            counts(record) && is_in(&record.definition) && !stays
+        };
+        let waits =
+            |(name, record): &(String, RuleRecord)| *name == rule.name && record.state == RuleState::AwaitingBackfill;
+        if known.iter().any(leaves) && !known.iter().any(waits) && store.ask(&context.server, &rule.name).await? {
+            tracing::info!(rule = %rule.name, "another rule no longer creates documents in its collection: it is backfilled");
+            are_some = true;
+        }
+    }
+    Ok(are_some)
+}
+
+/// The collection in which a definition creates documents. A shadow rule creates none.
+fn creates_in(definition: &Document) -> Option<&str> {
+    let is = |name: &str| definition.get_bool(name).unwrap_or_default();
+    let collection = definition.get_document("target").ok()?.get_str("collection").ok()?;
+    (is("create") && !is("shadow")).then_some(collection)
 }
 
 /// Records a new or changed rule. Returns its state and generation.
