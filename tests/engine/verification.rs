@@ -105,7 +105,8 @@ async fn a_filter_means_the_same_under_a_default_collation() {
     insert(&db, "hosts", [doc! {"_id": 1, "ip": "10.0.0.1"}]).await;
     // Byte by byte, "B" is less than "a"; in alphabetical order it is greater.
     let log = |n: i32| doc! {"_id": format!("log {n:04}"), "host": 1, "code": if n % 2 == 0 { "B" } else { "b" }};
-    insert(&db, "logs", (0..700).map(log)).await;
+    // More of them match than a page of a check has.
+    insert(&db, "logs", (0..2000).map(log)).await;
     insert(&db, "logs", [doc! {"_id": 7, "host": 1, "code": "B"}, doc! {"_id": Bson::MaxKey, "host": 1, "code": "B"}])
         .await;
     let rule = "name: ip, guard: off, on_drift: report, copy: { source: hosts, target: { collection: logs, where: { code: { $lt: a } } }, match: { host: _id }, set: { ip: $ip } }";
@@ -115,14 +116,14 @@ async fn a_filter_means_the_same_under_a_default_collation() {
     daemon.stop().await;
     let logs = db.collection::<Document>("logs");
     let filled = || logs.count_documents(doc! {"ip": "10.0.0.1"});
-    assert_eq!(filled().await.unwrap(), 352, "backfilled");
+    assert_eq!(filled().await.unwrap(), 1002, "backfilled");
     let context = context(&text).await;
-    assert_eq!(scan::count(&context, &context.plan.rules[0], None, false).await, Some(352));
+    assert_eq!(scan::count(&context, &context.plan.rules[0], None, false).await, Some(1002));
     logs.update_many(doc! {}, doc! {"$set": {"ip": "forged"}}).await.unwrap();
-    assert_eq!(audited(&context).await, 352);
-    assert_eq!(checked(&context).await, (352, 0));
+    assert_eq!(audited(&context).await, 1002);
+    assert_eq!(checked(&context).await, (1002, 0));
     let told = Program::new(&text).run(&["check", "--sample", "100000", "--output", "json"]).await.exits(3).lines();
     let compared: Vec<&serde_json::Value> = told.iter().map(|line| &line["compared"]).collect();
-    assert!(compared.contains(&&serde_json::json!(352)), "{told:?}");
-    assert_eq!(all(&db, "logs").await.len(), 702);
+    assert!(compared.contains(&&serde_json::json!(1002)), "{told:?}");
+    assert_eq!(all(&db, "logs").await.len(), 2002);
 }

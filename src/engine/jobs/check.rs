@@ -39,12 +39,14 @@ pub use difference::{Differing, Kind as DifferenceKind};
 use suspects::{Suspects, Verdict};
 
 /// Number of targets in a page. The next page is read while one is compared.
-const PAGE: usize = 1000;
+const PAGE: usize = 500;
+/// Age from which such a page is read again: what has been written since would make suspects.
+const STALE: Duration = Duration::from_secs(2);
 /// Number of targets to compare at once.
 const AT_ONCE: usize = 200;
 /// Number of sources whose documents are looked up at once.
 const SOURCES: usize = 2000;
-/// Number of suspects at which reading stops until they are judged.
+/// Number of suspects at which no further page is compared until they are judged.
 const MOST_SUSPECTS: usize = 1000;
 /// Maximum time to read before the suspects are judged.
 const ROUND: Duration = Duration::from_secs(20);
@@ -126,6 +128,7 @@ struct Position {
 struct Page {
     targets: Vec<Document>,
     time: ClusterTime,
+    read: Instant,
     /// The position after them.
     position: Position,
 }
@@ -208,9 +211,12 @@ impl<'a> Check<'a> {
 
     /// Compares the next page, and reads the one after it meanwhile.
     async fn compare_page(&mut self) -> Result<()> {
-        let Page { targets, time, position } = match self.ahead.take() {
-            Some(page) => page,
-            None => self.reading.next().await?,
+        let Page { targets, time, position, .. } = match self.ahead.take() {
+            Some(page) if page.read.elapsed() < STALE || self.reading.sample.is_some() => page,
+            _ => {
+                self.reading.position = self.position.clone();
+                self.reading.next().await?
+            }
         };
         let compared = async {
             let mut refused = 0;
@@ -330,7 +336,7 @@ impl Reading<'_> {
             },
             None => self.next_of_all(time).await?,
         };
-        Ok(Page { targets, time, position: self.position.clone() })
+        Ok(Page { targets, time, read: Instant::now(), position: self.position.clone() })
     }
 
     async fn next_of_all(&mut self, time: ClusterTime) -> Result<Vec<Document>> {
@@ -379,7 +385,7 @@ async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
     stages.extend([doc! {"$sample": {"size": size}}, doc! {"$project": projection(rule)}]);
     let command = doc! {
         "aggregate": &rule.target.namespace.collection, "pipeline": stages,
-        "cursor": {"batchSize": i32::try_from(PAGE).unwrap_or(1000)}, "allowDiskUse": true,
+        "cursor": {"batchSize": i32::try_from(PAGE).unwrap_or(500)}, "allowDiskUse": true,
         "collation": read::simple_collation(),
     };
     context.server.pages(&rule.target.namespace.database, command, ClusterTime::default()).await
