@@ -38,7 +38,7 @@ use denormd_mongo::{
 const PARTITION_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// The same after a read of the state that was created a moment ago, by this instance perhaps.
 const POLL_OF_NEW_STATE: Duration = Duration::from_millis(20);
-/// Number of such reads in a row that may fail before it is logged.
+/// After this number of such reads in a row, the usual interval and warnings apply.
 const NEW_STATE_POLLS: u32 = 25;
 /// Time for which an instance that failed to start leading takes no partitions, so that another instance takes them.
 const UNFIT: Duration = Duration::from_secs(30);

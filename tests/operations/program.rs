@@ -13,7 +13,10 @@ use bson::{Document, doc};
 use denormd_fixture::TestDb;
 use mongodb::Database;
 
-use crate::support::daemon::{PATIENCE, all, config, until};
+use crate::support::{
+    daemon::{PATIENCE, all, config, until},
+    process::Program,
+};
 
 const RULE: &str =
     "  - { name: address, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
@@ -390,4 +393,28 @@ async fn systemd_hears_of_the_start_the_reload_the_end_and_that_the_loop_turns()
     running.signal("-TERM");
     hears(&socket, "STOPPING=1");
     assert_eq!(running.child.wait().unwrap().code(), Some(0));
+}
+
+/// A start creates the collections of its state, and for that the first read of them may fail. It was logged as a warning, and half a
+/// second passed until the next read.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_reads_new_state_again_at_once() {
+    let test = denormd_fixture::database().await;
+    test.database().collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
+    test.database().collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let program = Program::new(&config(&test, RULE));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let unavailable = doc! {
+        "failCommands": ["find"], "namespace": format!("{}.leases", test.beside("state").name()), "errorCode": 246,
+    };
+    let fails = |mode: Document| doc! {"configureFailPoint": "failCommand", "mode": mode, "data": unavailable.clone()};
+    let admin = test.client.database("admin");
+    admin.run_command(fails(doc! {"times": 3})).await.unwrap();
+    let daemon = program.daemon();
+    daemon.says("backfill done").await;
+    assert!(!daemon.log().contains("WARN"), "{}", daemon.log());
+    daemon.stop().await;
+    let off = doc! {"configureFailPoint": "failCommand", "mode": "off"};
+    let reply = admin.run_command(off).await.unwrap();
+    assert!(reply.get_i32("count").unwrap() >= 3, "{reply}");
 }
