@@ -31,8 +31,8 @@ const UNKNOWN: &str = "unknown to the model: ";
 const DIGEST: &str = "digest: ";
 /// The time limit of a process. One that takes longer repeats something while no time passes.
 const ENDLESS: Duration = Duration::from_secs(400);
-/// The greatest number of worlds under one daemon. The CPU for 40 seeds was 15 s with five, 18 s with ten, 27 s with twenty and
-/// 76 s with forty: all rules are idle for as long as the slowest world takes.
+/// Number of worlds in a cluster without faults. The CPU for 40 seeds was 15 s with five, 18 s with ten, 27 s with twenty and 76 s
+/// with forty, because the rules of a finished world are polled until the slowest world is done.
 const WORLDS: u64 = 5;
 /// The number of seeds from which every fault strikes.
 const ENOUGH: u64 = 200;

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use bson::{Document, doc};
+use bson::doc;
 use denormd_engine::checkpoint::store::Store;
 use denormd_fixture::TestDb;
 use denormd_mongo::Server;
