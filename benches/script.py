@@ -21,7 +21,7 @@ def main(uri, name):
         while stream.alive:
             # Without an event it returns after a second, with a newer token.
             event = stream.try_next()
-            events += 1
+            events += event is not None
             # A part that is deleted, now or since the event, has no document.
             part = event and event.get("fullDocument")
             if part:

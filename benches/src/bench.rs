@@ -237,8 +237,6 @@ impl Running {
             "connection lost",
             "owned fields differ from their definition",
             "more lines like this were left out",
-            // Of a collection that was made a moment ago, at a start.
-            "SnapshotUnavailable",
             // Of instances that start together and divide the deployment: one of them does.
             "cannot look for partitions to lead",
             // Of a benchmark that changes all copies at once, while the daemon is held.

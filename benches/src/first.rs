@@ -1,26 +1,29 @@
 //! The first backfill of a rule, from the start of the process until the rule is live, beside one aggregation in the server
 //! that writes the same.
 
-use std::{env, time::Instant};
+use std::env;
 
 use bson::{Document, doc};
 use denormd_show::{
-    figures::spread,
+    figures::{median, spread},
     print::{bold, count, heading},
 };
 use mongodb::Database;
 
-use crate::bench::{Bench, insert};
+use crate::bench::{Bench, Cost, insert};
 
 /// Documents of the larger collection. DOCUMENTS sets another number.
 const DOCUMENTS: i32 = 200_000;
+
+/// The documents of two collections, by its name.
+type Collections = [(&'static str, Vec<Document>); 2];
 
 /// A rule, its data, and the aggregation.
 struct Shape {
     name: &'static str,
     rule: &'static str,
     /// The documents, for this number of them in the larger collection.
-    load: fn(i32) -> [(&'static str, Vec<Document>); 2],
+    load: fn(i32) -> Collections,
     /// The paths that the rule writes in `products`.
     paths: &'static [&'static str],
     /// The stages of the aggregation on `products` before `$merge`.
@@ -79,7 +82,7 @@ const SHAPES: [Shape; 3] = [
 ];
 
 /// Reviews, and products with this number of reviews each.
-fn reviewed(reviews: i32, each: i32) -> [(&'static str, Vec<Document>); 2] {
+fn reviewed(reviews: i32, each: i32) -> Collections {
     let products = (reviews / each).max(1);
     let review =
         |id: i32| doc! {"_id": id, "product": id % products, "rating": id % 5, "author": "somebody", "date": id};
@@ -103,7 +106,7 @@ pub async fn measure(bench: &Bench) {
             insert(&database, collection, documents).await;
         }
         let mut daemon = bench.prepared(None, shape.rule);
-        let mut ratios = Vec::new();
+        let mut pairs = Vec::new();
         for round in 0..=bench.rounds {
             // Each begins with no copies.
             forget(bench, &database, shape).await;
@@ -114,19 +117,30 @@ pub async fn measure(bench: &Bench) {
             let mine = bench.since(begun, Some(&daemon));
             daemon.end().await;
             forget(bench, &database, shape).await;
-            let begun = Instant::now();
+            let begun = bench.spent(None);
             merge(&database, (shape.stages)()).await;
-            let merged = begun.elapsed().as_secs_f64();
-            println!(
-                "  {:<12} denormd {:>6.2} s ({:>5.2} s of CPU, the server {:>5.2} s)   $merge {merged:>6.2} s",
-                shape.name, mine.wall, mine.daemon, mine.server
-            );
+            let merged = bench.since(begun, None);
+            println!("  {:<12} denormd {:>6.2} s   $merge {:>6.2} s", shape.name, mine.wall, merged.wall);
             if round > 0 {
-                ratios.push(merged / mine.wall);
+                pairs.push((merged, mine));
             }
         }
-        println!("  {:<12} {}", shape.name, bold(&spread(&ratios, 2)));
+        print(shape.name, &pairs);
     }
+}
+
+fn print(name: &str, pairs: &[(Cost, Cost)]) {
+    let middle = |one: fn(&(Cost, Cost)) -> f64| median(&pairs.iter().map(one).collect::<Vec<_>>());
+    let wall: Vec<f64> = pairs.iter().map(|(merged, mine)| merged.wall / mine.wall).collect();
+    println!(
+        "  {name:<12} {}   medians: denormd {:.2} s, CPU of the daemon {:.2} s, of the server {:.2} s; $merge {:.2} s, CPU of the server {:.2} s",
+        bold(&spread(&wall, 2)),
+        middle(|(_, mine)| mine.wall),
+        middle(|(_, mine)| mine.daemon),
+        middle(|(_, mine)| mine.server),
+        middle(|(merged, _)| merged.wall),
+        middle(|(merged, _)| merged.server),
+    );
 }
 
 async fn forget(bench: &Bench, database: &Database, shape: &Shape) {

@@ -73,11 +73,11 @@ async fn main() {
     if wanted("partitions") {
         partitions::measure(&bench).await;
     }
-    if wanted("peer") {
-        peer::measure(&bench).await;
-    }
     if wanted("copies") {
         copies::measure(&bench).await;
+    }
+    if wanted("peer") {
+        peer::measure(&bench).await;
     }
 }
 

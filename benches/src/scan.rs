@@ -1,7 +1,5 @@
 //! Backfill and check of a whole collection, beside the same done inside the server by one aggregation.
 
-use std::time::Instant;
-
 use bson::{Document, doc};
 use denormd_show::{
     figures::spread,
@@ -9,7 +7,7 @@ use denormd_show::{
 };
 use mongodb::Database;
 
-use crate::bench::{Bench, Running, insert};
+use crate::bench::{Bench, Cost, insert};
 
 const SOURCES: i32 = 20_000;
 const TARGETS: i32 = 200_000;
@@ -31,37 +29,57 @@ pub async fn measure(bench: &Bench) {
     )
     .await;
     let daemon = bench.daemon(RULES, 1).await;
-    let mut ratios: [Vec<f64>; 4] = Default::default();
+    let mut pairs: [Vec<(Cost, Cost)>; 4] = Default::default();
     for round in 0..=bench.rounds {
-        let filled = backfill(&database, &daemon, true).await;
-        let merged = merge(&database, true).await;
-        let silent = backfill(&database, &daemon, false).await;
-        let looked = merge(&database, false).await;
-        let checked = check(&daemon);
-        let compared = compare(&database).await;
+        let backfill = async || daemon.command(&["backfill", "--rule", "names"]);
+        let check = async || daemon.command(&["check"]);
+        forget(&database).await;
+        daemon.applied().await;
+        let filled = spent(bench, backfill).await;
+        let merged = daemon.held(async {
+            forget(&database).await;
+            spent(bench, async || merge_all(&database).await).await
+        });
+        let merged = merged.await;
+        daemon.applied().await;
+        let silent = spent(bench, backfill).await;
+        let looked = daemon.held(spent(bench, async || merge_all(&database).await)).await;
+        daemon.applied().await;
+        let checked = spent(bench, check).await;
+        let compared = daemon.held(spent(bench, async || compare(&database).await)).await;
         println!(
-            "  backfill {filled:>6.2} s  $merge {merged:>6.2} s   nothing to write {silent:>6.2} s  $merge {looked:>6.2} s   check {checked:>6.2} s  $lookup {compared:>6.2} s"
+            "  backfill {:>6.2} s  $merge {:>6.2} s   nothing to write {:>6.2} s  $merge {:>6.2} s   check {:>6.2} s  $lookup {:>6.2} s",
+            filled.wall, merged.wall, silent.wall, looked.wall, checked.wall, compared.wall
         );
         if round > 0 {
-            for (ratio, value) in
-                ratios.iter_mut().zip([merged / filled, looked / silent, compared / checked, looked / checked])
-            {
-                ratio.push(value);
-            }
+            let measured = [(merged, filled), (looked, silent), (compared, checked), (looked, checked)];
+            pairs.iter_mut().zip(measured).for_each(|(pairs, pair)| pairs.push(pair));
         }
     }
-    for (name, ratio) in [
+    println!("  {:<48}{:>20}{:>24}", "", "time", "CPU of the server");
+    for (name, pairs) in [
         "$merge / backfill",
         "$merge / backfill that finds nothing to write",
         "$lookup / check",
         "$merge that finds nothing / check",
     ]
     .iter()
-    .zip(&ratios)
+    .zip(&pairs)
     {
-        println!("  {name:<48}{}", bold(&spread(ratio, 2)));
+        let ratio =
+            |what: fn(&Cost) -> f64| pairs.iter().map(|(one, other)| what(one) / what(other)).collect::<Vec<_>>();
+        let (time, server) = (spread(&ratio(|cost| cost.wall), 2), spread(&ratio(|cost| cost.server), 2));
+        println!("  {name:<48}{:>20}{server:>24}", bold(&time));
     }
     daemon.stop().await;
+}
+
+/// The cost of some work, with a server that is at rest when it begins.
+async fn spent(bench: &Bench, work: impl AsyncFnOnce()) -> Cost {
+    bench.at_rest().await;
+    let begun = bench.spent(None);
+    work().await;
+    bench.since(begun, None)
 }
 
 async fn forget(database: &Database) {
@@ -72,32 +90,6 @@ async fn forget(database: &Database) {
         .expect("an update");
 }
 
-async fn backfill(database: &Database, daemon: &Running, all: bool) -> f64 {
-    if all {
-        // With the fields gone, and the daemon past the events.
-        forget(database).await;
-    }
-    daemon.applied().await;
-    let begin = Instant::now();
-    daemon.command(&["backfill", "--rule", "names"]);
-    begin.elapsed().as_secs_f64()
-}
-
-fn check(daemon: &Running) -> f64 {
-    let begin = Instant::now();
-    daemon.command(&["check"]);
-    begin.elapsed().as_secs_f64()
-}
-
-async fn merge(database: &Database, all: bool) -> f64 {
-    if all {
-        forget(database).await;
-    }
-    let begin = Instant::now();
-    merge_all(database).await;
-    begin.elapsed().as_secs_f64()
-}
-
 /// Writes all copies by one aggregation in the server.
 pub async fn merge_all(database: &Database) {
     let mut pipeline = looked_up();
@@ -106,14 +98,12 @@ pub async fn merge_all(database: &Database) {
     run(database, pipeline).await;
 }
 
-async fn compare(database: &Database) -> f64 {
-    let begin = Instant::now();
+async fn compare(database: &Database) {
     let mut pipeline = looked_up();
     pipeline
         .push(doc! {"$match": {"$expr": {"$or": [{"$ne": ["$name", "$s.name"]}, {"$ne": ["$price", "$s.price"]}]}}});
     pipeline.push(doc! {"$count": "differ"});
     run(database, pipeline).await;
-    begin.elapsed().as_secs_f64()
 }
 
 fn looked_up() -> Vec<Document> {
