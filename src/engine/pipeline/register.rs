@@ -63,23 +63,34 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
     Ok(rules)
 }
 
-/// Requests backfills of the rules whose documents another rule may have kept until now, for want of its source or for values
-/// that it never wrote: one that created documents in the same collection, and that leaves it or the config. Comes before the
-/// change is recorded, so that a start that ends in between does it again. Returns true if there are such rules.
+/// Requests backfills of the rules whose documents another rule may have kept until now, because its source collection was lost, or
+/// because it had sources whose values it had not written: a rule that created documents in the same collection, and that leaves it
+/// or the config. The requests come before that is recorded, so that a start that ends in between makes them again. Returns true if
+/// there are any.
 async fn release_documents(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<bool> {
-    // A definition that was blocked is recorded for as long as it is absent.
-    let counts = |record: &RuleRecord| record.state != RuleState::Removed && !is_blocked(record);
+    let record_of = |rule: &Rule| known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
+    // The first backfill of a new rule, or of one that is blocked, covers the documents of all. It may be the same rule with another
+    // name, and then they are not to be deleted before somebody has agreed.
+    let is_settled = |rule: &Rule| {
+        record_of(rule).is_some_and(|record| {
+            record.runs(rule) && !is_blocked(record) && record.state != RuleState::AwaitingBackfill
+        })
+    };
+    let deleting = context.plan.rules.iter().filter(|rule| rule.creates.as_ref().is_some_and(|creates| !creates.keeps));
     let mut are_some = false;
-    for rule in &context.plan.rules {
+    for rule in deleting {
         let Some(collection) = creates_in(&rule.definition) else { continue };
         let is_in = |definition: &Document| creates_in(definition) == Some(collection);
         let leaves = |(name, record): &(String, RuleRecord)| {
             let stays = context.plan.named(name).is_some_and(|rule| is_in(&rule.definition));
-            counts(record) && is_in(&record.definition) && !stays
+            // The record of a blocked definition does not change when the rule leaves the config: each start would ask again.
+            record.state != RuleState::Removed && !is_blocked(record) && is_in(&record.definition) && !stays
         };
-        let waits =
-            |(name, record): &(String, RuleRecord)| *name == rule.name && record.state == RuleState::AwaitingBackfill;
-        if known.iter().any(leaves) && !known.iter().any(waits) && store.ask(&context.server, &rule.name).await? {
+        let mut sharing = context.plan.rules.iter().filter(|other| is_in(&other.definition));
+        if known.iter().any(leaves)
+            && sharing.all(|other| is_settled(other))
+            && store.ask(&context.server, &rule.name).await?
+        {
             tracing::info!(rule = %rule.name, "another rule no longer creates documents in its collection: it is backfilled");
             are_some = true;
         }
