@@ -40,8 +40,6 @@ use suspects::{Suspects, Verdict};
 
 /// Number of targets in a page. The next page is read while one is compared.
 const PAGE: usize = 500;
-/// Age from which such a page is read again: what has been written since would make suspects.
-const STALE: Duration = Duration::from_secs(2);
 /// Number of targets to compare at once.
 const AT_ONCE: usize = 200;
 /// Number of sources whose documents are looked up at once.
@@ -128,7 +126,6 @@ struct Position {
 struct Page {
     targets: Vec<Document>,
     time: ClusterTime,
-    read: Instant,
     /// The position after them.
     position: Position,
 }
@@ -185,6 +182,10 @@ impl<'a> Check<'a> {
                     break;
                 }
             }
+            // Judging takes long, and so may a repair: what is written meanwhile would make suspects of the page that was read ahead.
+            if !self.suspects.is_empty() && self.reading.sample.is_none() {
+                (self.ahead, self.reading.position) = (None, self.position.clone());
+            }
             let found = self.judge(&mut Vec::new()).await?;
             self.tally.differing += found.len() as u64;
             if !found.is_empty() || !self.position.done {
@@ -211,12 +212,9 @@ impl<'a> Check<'a> {
 
     /// Compares the next page, and reads the one after it meanwhile.
     async fn compare_page(&mut self) -> Result<()> {
-        let Page { targets, time, position, .. } = match self.ahead.take() {
-            Some(page) if page.read.elapsed() < STALE || self.reading.sample.is_some() => page,
-            _ => {
-                self.reading.position = self.position.clone();
-                self.reading.next().await?
-            }
+        let Page { targets, time, position } = match self.ahead.take() {
+            Some(page) => page,
+            None => self.reading.next().await?,
         };
         let compared = async {
             let mut refused = 0;
@@ -336,7 +334,7 @@ impl Reading<'_> {
             },
             None => self.next_of_all(time).await?,
         };
-        Ok(Page { targets, time, read: Instant::now(), position: self.position.clone() })
+        Ok(Page { targets, time, position: self.position.clone() })
     }
 
     async fn next_of_all(&mut self, time: ClusterTime) -> Result<Vec<Document>> {
