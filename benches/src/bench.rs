@@ -3,7 +3,7 @@
 use std::{
     env, fs,
     path::PathBuf,
-    slice,
+    slice, thread,
     time::{Duration, Instant},
 };
 
@@ -112,13 +112,13 @@ impl Bench {
         let mut instances: Vec<Running> = (0..number).map(|nth| self.instance(None, rules, (nth, number))).collect();
         instances.iter_mut().for_each(Running::start);
         let leases = self.client.database(STATE).collection::<Document>("leases");
-        let begun = Instant::now();
+        let started = Instant::now();
         // There are no more partitions, so each of these processes leads one.
         while leases.distinct("process", doc! {"owner": {"$ne": null}}).await.expect("the leases").len()
             < instances.len()
         {
             assert!(
-                begun.elapsed() < LIMIT,
+                started.elapsed() < LIMIT,
                 "the instances do not lead one partition each\n{}",
                 instances[0].log_tail()
             );
@@ -211,9 +211,9 @@ impl Running {
 
     /// The same after a start, when it may not listen or follow changes yet.
     async fn caught_up(&self) {
-        let begun = Instant::now();
+        let started = Instant::now();
         while !self.ask_to_wait().await.is_ok_and(|answer| answer.starts_with("HTTP/1.1 200")) {
-            assert!(begun.elapsed() < LIMIT, "not caught up after its start\n{}", self.daemon.log_tail());
+            assert!(started.elapsed() < LIMIT, "not caught up after its start\n{}", self.daemon.log_tail());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -274,6 +274,11 @@ pub async fn held<T>(daemons: &[Running], then: impl Future<Output = T>) -> T {
     let out = then.await;
     signal("CONT");
     out
+}
+
+/// The number of cores of this machine.
+pub fn cores() -> u32 {
+    thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
 }
 
 /// Inserts documents, in few commands.

@@ -131,7 +131,7 @@ impl<'a> Stock<'a> {
             }
             // Held, the daemon does not bring them up to date itself.
             Way::DualWrites => daemon.held(self.client(way, version, self.update_targets(version))).await,
-            Way::Merge => daemon.held(self.client(way, version, scan::merge_all(&self.database))).await,
+            Way::Merge => daemon.held(self.client(way, version, scan::merge(&self.database, scan::copies()))).await,
             Way::Script(python) => daemon.held(self.script(way, version, python)).await,
         };
         // It finds the copies of the others up to date.

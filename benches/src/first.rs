@@ -10,7 +10,10 @@ use denormd_show::{
 };
 use mongodb::Database;
 
-use crate::bench::{Bench, Cost, insert};
+use crate::{
+    bench::{Bench, Cost, insert},
+    scan,
+};
 
 /// Documents of the larger collection. DOCUMENTS sets another number.
 const DOCUMENTS: i32 = 200_000;
@@ -24,8 +27,8 @@ struct Shape {
     rule: &'static str,
     /// The documents, for this number of them in the larger collection.
     load: fn(i32) -> Collections,
-    /// The paths that the rule writes in `products`.
-    paths: &'static [&'static str],
+    /// The fields that the rule writes in `products`.
+    fields: &'static [&'static str],
     /// The stages of the aggregation on `products` before `$merge`.
     stages: fn() -> Vec<Document>,
 }
@@ -33,7 +36,7 @@ struct Shape {
 const SHAPES: [Shape; 3] = [
     Shape {
         name: "copy",
-        rule: "  - name: names\n    copy: { source: parts, target: products, match: { part: _id }, set: { name: $name, price: $price } }\n",
+        rule: scan::RULES,
         load: |documents| {
             let parts = (documents / 10).max(1);
             [
@@ -41,22 +44,14 @@ const SHAPES: [Shape; 3] = [
                 ("products", (0..documents).map(|id| doc! {"_id": id, "part": id % parts, "stock": id % 7}).collect()),
             ]
         },
-        paths: &["name", "price"],
-        stages: || {
-            let lookup = doc! {"from": "parts", "localField": "part", "foreignField": "_id", "as": "s"};
-            let first = doc! {"s": {"$first": "$s"}};
-            vec![
-                doc! {"$lookup": lookup},
-                doc! {"$set": first},
-                doc! {"$project": {"name": "$s.name", "price": "$s.price"}},
-            ]
-        },
+        fields: scan::COPIED,
+        stages: scan::copies,
     },
     Shape {
         name: "aggregate",
         rule: "  - name: stats\n    aggregate: { source: reviews, target: products, match: { _id: product }, set: { review_count: { $sum: 1 }, mean: { $avg: $rating } } }\n",
         load: |documents| reviewed(documents, 4),
-        paths: &["review_count", "mean"],
+        fields: &["review_count", "mean"],
         stages: || {
             let lookup = doc! {"from": "reviews", "localField": "_id", "foreignField": "product", "as": "s"};
             vec![
@@ -69,7 +64,7 @@ const SHAPES: [Shape; 3] = [
         name: "latest five",
         rule: "  - name: latest\n    collect: { source: reviews, target: products, match: { _id: product }, into: reviews, element: { id: $_id, author: $author, date: $date }, sort: { date: -1 }, slice: 5 }\n",
         load: |documents| reviewed(documents, 10),
-        paths: &["reviews"],
+        fields: &["reviews"],
         stages: || {
             let element = doc! {"_id": 0, "id": "$_id", "author": 1, "date": 1};
             let five = vec![doc! {"$sort": {"date": -1, "_id": 1}}, doc! {"$limit": 5}, doc! {"$project": element}];
@@ -111,15 +106,15 @@ pub async fn measure(bench: &Bench) {
             // Each begins with no copies.
             forget(bench, &database, shape).await;
             bench.forget().await;
-            let begun = bench.spent(None);
+            let started = bench.spent(None);
             daemon.start();
             bench.backfilled(1).await;
-            let mine = bench.since(begun, Some(&daemon));
+            let mine = bench.since(started, Some(&daemon));
             daemon.end().await;
             forget(bench, &database, shape).await;
-            let begun = bench.spent(None);
-            merge(&database, (shape.stages)()).await;
-            let merged = bench.since(begun, None);
+            let started = bench.spent(None);
+            scan::merge(&database, (shape.stages)()).await;
+            let merged = bench.since(started, None);
             println!("  {:<12} denormd {:>6.2} s   $merge {:>6.2} s", shape.name, mine.wall, merged.wall);
             if round > 0 {
                 pairs.push((merged, mine));
@@ -144,14 +139,6 @@ fn print(name: &str, pairs: &[(Cost, Cost)]) {
 }
 
 async fn forget(bench: &Bench, database: &Database, shape: &Shape) {
-    let unset: Document = shape.paths.iter().map(|path| ((*path).to_owned(), "".into())).collect();
-    let products = database.collection::<Document>("products");
-    products.update_many(doc! {}, doc! {"$unset": unset}).await.expect("an update");
+    scan::forget(database, shape.fields).await;
     bench.at_rest().await;
-}
-
-async fn merge(database: &Database, mut stages: Vec<Document>) {
-    stages.push(doc! {"$merge": {"into": "products", "whenMatched": "merge", "whenNotMatched": "discard"}});
-    let command = doc! {"aggregate": "products", "pipeline": stages, "cursor": {}, "writeConcern": {"w": "majority"}};
-    database.run_command(command).await.expect("an aggregation");
 }

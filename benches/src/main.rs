@@ -19,7 +19,7 @@ mod scale;
 mod scan;
 mod workloads;
 
-use std::{env, num::NonZero, path::PathBuf, thread::available_parallelism};
+use std::{env, path::PathBuf};
 
 use bench::Bench;
 
@@ -28,7 +28,7 @@ async fn main() {
     let only = env::var("ONLY").unwrap_or_default();
     let wanted = |name: &str| only.is_empty() || only.split(',').any(|word| name.starts_with(word.trim()));
     let bench = Bench::start(rounds()).await;
-    println!("MongoDB {}, {} cores", bench.version().await, available_parallelism().map_or(1, NonZero::get));
+    println!("MongoDB {}, {} cores", bench.version().await, bench::cores());
     let before = env::var_os("BEFORE").filter(|path| !path.is_empty()).map(PathBuf::from);
     if let Some(before) = &before {
         for workload in workloads::all().iter().filter(|workload| wanted(workload.name)) {

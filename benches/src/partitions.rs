@@ -7,10 +7,7 @@
 //! a second late. CPU that is used when nothing changes is measured first, and subtracted for the time after the last write;
 //! for new sources without targets it is subtracted for the whole time.
 
-use std::{
-    thread,
-    time::{Duration, SystemTime},
-};
+use std::time::{Duration, SystemTime};
 
 use bson::{Document, doc};
 use denormd_show::{
@@ -21,7 +18,7 @@ use futures_util::future::join_all;
 use mongodb::Database;
 
 use crate::{
-    bench::{Bench, Cost, DATABASE, Running, held, insert},
+    bench::{Bench, Cost, DATABASE, Running, cores, held, insert},
     drain::{assert_true, change, load},
     workloads::{self, Workload},
 };
@@ -67,9 +64,9 @@ async fn run(bench: &Bench, workload: &Workload, instances: u32) -> Measured {
     let rules = workload.rules.matches("- name:").count();
     let daemons = bench.instances(instances, workload.rules, rules).await;
     bench.at_rest().await;
-    let begun = bench.spent(&daemons);
+    let started = bench.spent(&daemons);
     tokio::time::sleep(QUIET).await;
-    let idle = bench.since(begun, &daemons);
+    let idle = bench.since(started, &daemons);
     let mut measured = Measured { instances, idle, drains: Vec::new(), events: Vec::new() };
     for round in 0..=bench.rounds {
         let version = i32::try_from(round).unwrap_or_default() + 1;
@@ -104,14 +101,14 @@ async fn drained(
         bench.at_rest().await;
         (SystemTime::now(), bench.spent(daemons))
     };
-    let (begun, spent) = held(daemons, changed).await;
+    let (started, spent) = held(daemons, changed).await;
     // Covers the partitions of the other instances, too.
     daemons[0].applied().await;
     tokio::time::sleep(SETTLED).await;
     let cost = bench.since(spent, daemons);
     assert_true(database, workload, version, &daemons[0]).await;
     let written = last_write(bench, (workload.stale)(version).0).await;
-    let wall = written.duration_since(begun).expect("a write after the changes").as_secs_f64();
+    let wall = written.duration_since(started).expect("a write after the changes").as_secs_f64();
     Cost { wall, ..without(cost, idle, cost.wall - wall) }
 }
 
@@ -120,11 +117,11 @@ async fn unreferenced(bench: &Bench, database: &Database, version: i32, daemons:
     let part = |nth: i32| doc! {"_id": -version * EVENTS - nth, "name": "part", "price": nth};
     let parts = (0..EVENTS).map(part).collect();
     bench.at_rest().await;
-    let begun = bench.spent(daemons);
+    let started = bench.spent(daemons);
     insert(database, "parts", parts).await;
     daemons[0].applied().await;
     tokio::time::sleep(SETTLED).await;
-    let cost = bench.since(begun, daemons);
+    let cost = bench.since(started, daemons);
     without(cost, idle, cost.wall)
 }
 
@@ -213,15 +210,11 @@ impl Model {
         println!(
             "{}",
             dim(&format!(
-                "    n: instances. CPU: of the server + of the daemons. In parentheses the limit of the cores alone: n × {alone:.0} is of instances that share {} cores with the server.",
+                "    n: partitions, each with an instance. CPU: of the server + of the daemons. In parentheses the limit of the cores alone: n × {alone:.0} is of instances that share {} cores with the server.",
                 cores()
             ))
         );
     }
-}
-
-fn cores() -> u32 {
-    thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
 }
 
 fn print(workload: &Workload, all: &[Measured]) {
@@ -263,11 +256,11 @@ fn print_events(all: &[Measured], model: &Model) {
     }
     let ([stream, reading], whole) = (further(all, cpu), model.first[0] * 1e6);
     println!(
-        "  Each further instance: its stream takes {stream:.1} µs of the server for an event, beside the {whole:.1} µs that a change with its writes takes with one instance: {:.0}% more. Reading it takes {reading:.1} µs of the instance.",
+        "  Each further partition: its stream takes {stream:.1} µs of the server for an event, beside the {whole:.1} µs that a change with its writes takes with one instance: {:.0}% more. Reading it takes {reading:.1} µs of its instance.",
         stream / whole * 100.0
     );
     println!(
-        "  Break-even: the streams of {} instances take as much of the server as the writes of a change, {:.1} µs.",
+        "  Break-even: the streams of {} partitions take as much of the server as the writes of a change, {:.1} µs.",
         bold(&format!("{:.1}", (whole - stream) / stream)),
         whole - stream
     );

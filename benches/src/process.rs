@@ -45,7 +45,10 @@ impl Process {
         let begin = Instant::now();
         while !reached().await {
             let ended = self.0.try_wait().expect("its status");
-            assert!(ended.is_none() && begin.elapsed() < PATIENCE, "waited in vain: {event} (exit status {ended:?})");
+            assert!(
+                ended.is_none() && begin.elapsed() < PATIENCE,
+                "timed out, or the program ended ({ended:?}), before this: {event}"
+            );
             tokio::time::sleep((begin.elapsed() / 50).clamp(pause, LONGEST_PAUSE)).await;
         }
     }

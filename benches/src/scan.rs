@@ -11,6 +11,8 @@ use crate::bench::{Bench, Cost, insert};
 
 const SOURCES: i32 = 20_000;
 const TARGETS: i32 = 200_000;
+/// The fields of the products that [`RULES`] writes.
+pub const COPIED: &[&str] = &["name", "price"];
 /// A copy of two fields.
 pub const RULES: &str = "  - name: names\n    copy: { source: parts, target: products, match: { part: _id }, set: { name: $name, price: $price } }\n";
 
@@ -33,17 +35,18 @@ pub async fn measure(bench: &Bench) {
     for round in 0..=bench.rounds {
         let backfill = async || daemon.command(&["backfill", "--rule", "names"]);
         let check = async || daemon.command(&["check"]);
-        forget(&database).await;
+        forget(&database, COPIED).await;
         daemon.applied().await;
         let filled = spent(bench, backfill).await;
-        let merged = daemon.held(async {
-            forget(&database).await;
-            spent(bench, async || merge_all(&database).await).await
-        });
-        let merged = merged.await;
+        let merge = async || merge(&database, copies()).await;
+        let merged = async {
+            forget(&database, COPIED).await;
+            spent(bench, merge).await
+        };
+        let merged = daemon.held(merged).await;
         daemon.applied().await;
         let silent = spent(bench, backfill).await;
-        let looked = daemon.held(spent(bench, async || merge_all(&database).await)).await;
+        let looked = daemon.held(spent(bench, merge)).await;
         daemon.applied().await;
         let checked = spent(bench, check).await;
         let compared = daemon.held(spent(bench, async || compare(&database).await)).await;
@@ -77,25 +80,29 @@ pub async fn measure(bench: &Bench) {
 /// The cost of some work, with a server that is at rest when it begins.
 async fn spent(bench: &Bench, work: impl AsyncFnOnce()) -> Cost {
     bench.at_rest().await;
-    let begun = bench.spent(None);
+    let started = bench.spent(None);
     work().await;
-    bench.since(begun, None)
+    bench.since(started, None)
 }
 
-async fn forget(database: &Database) {
-    database
-        .collection::<Document>("products")
-        .update_many(doc! {}, doc! {"$unset": {"name": "", "price": ""}})
-        .await
-        .expect("an update");
+/// Removes these fields of all products.
+pub async fn forget(database: &Database, fields: &[&str]) {
+    let unset: Document = fields.iter().map(|field| ((*field).to_owned(), "".into())).collect();
+    let products = database.collection::<Document>("products");
+    products.update_many(doc! {}, doc! {"$unset": unset}).await.expect("an update");
 }
 
-/// Writes all copies by one aggregation in the server.
-pub async fn merge_all(database: &Database) {
-    let mut pipeline = looked_up();
-    pipeline.push(doc! {"$project": {"name": "$s.name", "price": "$s.price"}});
-    pipeline.push(doc! {"$merge": {"into": "products", "whenMatched": "merge", "whenNotMatched": "discard"}});
-    run(database, pipeline).await;
+/// Writes what these stages make of the products into them.
+pub async fn merge(database: &Database, mut stages: Vec<Document>) {
+    stages.push(doc! {"$merge": {"into": "products", "whenMatched": "merge", "whenNotMatched": "discard"}});
+    run(database, stages).await;
+}
+
+/// The stages that compute the copies of [`RULES`].
+pub fn copies() -> Vec<Document> {
+    let mut stages = looked_up();
+    stages.push(doc! {"$project": {"name": "$s.name", "price": "$s.price"}});
+    stages
 }
 
 async fn compare(database: &Database) {

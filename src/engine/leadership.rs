@@ -36,7 +36,7 @@ use denormd_mongo::{
 
 /// Interval between checks for free partitions, or for too many of its own.
 const PARTITION_POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// The same after a read of the state that was created a moment ago, by this instance perhaps.
+/// Interval after a read that failed because the state had been created a moment before, by this instance perhaps.
 const POLL_OF_NEW_STATE: Duration = Duration::from_millis(20);
 /// After this number of such reads in a row, the usual interval and warnings apply.
 const NEW_STATE_POLLS: u32 = 25;

@@ -341,6 +341,12 @@ fn rules(more: &str) -> String {
     format!("  - {{ name: daily, allow_scan: true, {more} {} }}", DAILY.replace('@', ""))
 }
 
+/// A rule with this name that creates documents in the same collection, from `returns`.
+fn returned(name: &str) -> String {
+    let rule = rules("").replace("name: daily", &format!("name: {name}")).replace("'sales'", "returns");
+    rule.replace("amount: { $sum: $amount }, n: { $sum: 1 }", "returned: { $sum: $amount }")
+}
+
 async fn documents(test: &denormd_fixture::TestDb) -> u64 {
     test.database().collection::<Document>("daily").count_documents(doc! {}).await.unwrap()
 }
@@ -425,9 +431,7 @@ async fn a_source_that_has_never_existed_holds_no_document() {
     let test = denormd_fixture::database().await;
     let db = test.database();
     db.collection("sales").insert_many(some_sales()).await.unwrap();
-    let returns = rules("").replace("name: daily", "name: returned").replace("'sales'", "returns");
-    let returns = returns.replace("amount: { $sum: $amount }, n: { $sum: 1 }", "returned: { $sum: $amount }");
-    let text = daemon::config(&test, &format!("{}\n{returns}", rules("guard: off, ")));
+    let text = daemon::config(&test, &format!("{}\n{}", rules("guard: off, "), returned("returned")));
     // Without `plan --apply`, which would create the collection.
     let daemon = Daemon::begin(&daemon::load(&text), true).await;
     daemon.settled().await;
@@ -455,6 +459,28 @@ async fn a_source_that_has_never_existed_holds_no_document() {
     let daemon = Daemon::begin(&daemon::load(&daemon::config(&test, &rules("guard: off, "))), true).await;
     daemon.settled().await;
     assert_eq!(documents(&test).await, 3);
+    daemon.stop().await;
+}
+
+/// A rule whose source is gone gets another name. Nobody has agreed to what it deletes under that name, and no other rule deletes
+/// its documents.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rule_with_another_name_loses_no_document_unasked() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("sales").insert_many(some_sales()).await.unwrap();
+    db.collection("returns").insert_one(sale(1, 9, "2024-03-09T10:00:00Z", 1)).await.unwrap();
+    let text = |other: &str| daemon::config(&test, &format!("{}\n{}", rules("guard: off, "), returned(other)));
+    let daemon = Daemon::begin(&daemon::load(&text("returned")), true).await;
+    daemon.settled().await;
+    assert_eq!(documents(&test).await, 4);
+    daemon.stop().await;
+    db.collection::<Document>("returns").drop().await.unwrap();
+    let daemon = Daemon::begin(&daemon::load(&text("taken_back")), false).await;
+    daemon.settled().await;
+    let states = daemon.progress().borrow().states.clone();
+    assert!(states.iter().any(|state| matches!(state, RuleState::Blocked(BlockReason::Adoption(_)))), "{states:?}");
+    assert_eq!(documents(&test).await, 4);
     daemon.stop().await;
 }
 

@@ -1,5 +1,7 @@
 //! Registers the rules when the pipeline starts: records new and changed ones, and reads the states of the others.
 
+use std::sync::Arc;
+
 use bson::Document;
 
 use super::{
@@ -68,34 +70,37 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
 /// or the config. The requests come before that is recorded, so that a start that ends in between makes them again. Returns true if
 /// there are any.
 async fn release_documents(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<bool> {
-    let record_of = |rule: &Rule| known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
-    // The first backfill of a new rule, or of one that is blocked, covers the documents of all. It may be the same rule with another
-    // name, and then they are not to be deleted before somebody has agreed.
-    let is_settled = |rule: &Rule| {
-        record_of(rule).is_some_and(|record| {
-            record.runs(rule) && !is_blocked(record) && record.state != RuleState::AwaitingBackfill
-        })
-    };
-    let deleting = context.plan.rules.iter().filter(|rule| rule.creates.as_ref().is_some_and(|creates| !creates.keeps));
     let mut are_some = false;
-    for rule in deleting {
-        let Some(collection) = creates_in(&rule.definition) else { continue };
-        let is_in = |definition: &Document| creates_in(definition) == Some(collection);
-        let leaves = |(name, record): &(String, RuleRecord)| {
-            let stays = context.plan.named(name).is_some_and(|rule| is_in(&rule.definition));
-            // The record of a blocked definition does not change when the rule leaves the config: each start would ask again.
-            record.state != RuleState::Removed && !is_blocked(record) && is_in(&record.definition) && !stays
-        };
-        let mut sharing = context.plan.rules.iter().filter(|other| is_in(&other.definition));
-        if known.iter().any(leaves)
-            && sharing.all(|other| is_settled(other))
-            && store.ask(&context.server, &rule.name).await?
-        {
+    for rule in &context.plan.rules {
+        let deletes = rule.creates.as_ref().is_some_and(|creates| !creates.keeps);
+        let collection = creates_in(&rule.definition).filter(|_| deletes);
+        let is_due = collection.is_some_and(|collection| is_left(context, known, collection));
+        if is_due && store.ask(&context.server, &rule.name).await? {
             tracing::info!(rule = %rule.name, "another rule no longer creates documents in its collection: it is backfilled");
             are_some = true;
         }
     }
     Ok(are_some)
+}
+
+/// True if a rule leaves this collection of created documents, and all rules that stay have run before.
+fn is_left(context: &Context, known: &[(String, RuleRecord)], collection: &str) -> bool {
+    let is_in = |definition: &Document| creates_in(definition) == Some(collection);
+    let leaves = |(name, record): &(String, RuleRecord)| {
+        let stays = context.plan.named(name).is_some_and(|rule| is_in(&rule.definition));
+        // The record of a blocked definition does not change when the rule leaves the config: each start would ask again.
+        record.state != RuleState::Removed && !is_blocked(record) && is_in(&record.definition) && !stays
+    };
+    // The first backfill of a new rule, or of one that is blocked, covers the documents of all. It may be the same rule with another
+    // name, and then they are not to be deleted before somebody has agreed.
+    let has_run = |rule: &&Arc<Rule>| {
+        let record = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
+        record.is_some_and(|record| {
+            record.runs(rule) && !is_blocked(record) && record.state != RuleState::AwaitingBackfill
+        })
+    };
+    let mut staying = context.plan.rules.iter().filter(|rule| is_in(&rule.definition));
+    known.iter().any(leaves) && staying.all(|rule| has_run(&rule))
 }
 
 /// The collection in which a definition creates documents. A shadow rule creates none.
