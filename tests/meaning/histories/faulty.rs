@@ -244,6 +244,11 @@ impl Scale {
             if let Some(nth) = daemons.iter().position(Instance::has_ended) {
                 return Err(Failed::new(format!("daemon {nth} has ended by itself")));
             }
+            // The first one has the number that was rolled out last, and all are to have the same.
+            let newest = daemons[0].partitions;
+            for daemon in daemons.iter_mut().filter(|daemon| daemon.partitions != newest) {
+                daemon.repartition(newest).await.map_err(Failed::new)?;
+            }
             settle(server, &db, &addresses, &histories).await?;
             no_drift(&addresses).await?;
             at_rest(server, test).await?;
@@ -257,19 +262,18 @@ impl Scale {
     /// Another config in the middle: other rules, which running daemons read, or another number of partitions, for which they
     /// start again.
     async fn configure(&self, test: &TestDb, histories: &mut [History], daemons: &mut [Instance]) -> Result<()> {
-        let [before, after] = self.partitions;
+        let after = self.partitions[1];
         if self.reloads {
             histories.iter_mut().for_each(History::reload);
-        } else if before == after {
+        } else if daemons.iter().all(|daemon| daemon.partitions == after) {
             return Ok(());
         }
-        let text = Self::config(test, histories, after);
+        let text = Self::config(test, histories);
         Daemon::prepare(&load(&text)).await;
         for daemon in daemons.iter_mut() {
-            if before != after {
-                daemon.stop().await.map_err(Failed::new)?;
+            if daemon.partitions != after {
                 daemon.configure(&text);
-                daemon.start();
+                daemon.repartition(after).await.map_err(Failed::new)?;
                 continue;
             }
             let reloads = until("metrics", async || daemon.reloads().await).await;
@@ -279,7 +283,8 @@ impl Scale {
         Ok(())
     }
 
-    fn config(test: &TestDb, histories: &[History], partitions: u32) -> String {
+    /// A config without `lease`, which each instance adds.
+    fn config(test: &TestDb, histories: &[History]) -> String {
         let rules = histories.iter().flat_map(|history| {
             let more = match history.seed {
                 seed if is_overwritten(seed) => doc! {"adopt": true},
@@ -293,14 +298,13 @@ impl Scale {
         let rules =
             rules_as_json(&rules).replacen('[', &format!("[{MARKER}{}", if rules.is_empty() { "" } else { "," }), 1);
         let limits = "limits: { write_timeout_seconds: 1, ";
-        let text = config(test, &rules).replace("limits: { ", limits);
-        format!("{text}lease: {{ ttl_seconds: 2, partitions: {partitions} }}\n")
+        config(test, &rules).replace("limits: { ", limits)
     }
 
     async fn start(&self, server: &Server, test: &TestDb, histories: &[History]) -> Vec<Instance> {
-        let text = Self::config(test, histories, self.partitions[0]);
+        let text = Self::config(test, histories);
         Daemon::prepare(&load(&text)).await;
-        let instance = |nth| Instance::new(&text, nth, server.model.clone());
+        let instance = |nth| Instance::new(&text, nth, self.partitions[0], server.model.clone());
         let mut daemons: Vec<Instance> = (0..self.daemons).map(instance).collect();
         daemons.iter_mut().for_each(Instance::start);
         daemons

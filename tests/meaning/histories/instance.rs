@@ -24,6 +24,8 @@ const PORT: u16 = 28000;
 /// An instance that is started, killed and started again.
 pub struct Instance {
     pub address: SocketAddr,
+    /// Its number of partitions from the next start on.
+    pub partitions: u32,
     model: Model,
     folder: tempfile::TempDir,
     config: String,
@@ -36,11 +38,12 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// A complete config, whose address is replaced. Nothing runs yet.
-    pub fn new(config: &str, nth: u16, model: Model) -> Self {
+    /// A config without `lease`, whose address is replaced. Nothing runs yet.
+    pub fn new(config: &str, nth: u16, partitions: u32, model: Model) -> Self {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, PORT + nth));
         let folder = tempfile::tempdir().unwrap();
-        Self { address, model, folder, config: config.to_owned(), nth, starts: 0, asked: None, running: None }
+        let config = config.to_owned();
+        Self { address, partitions, model, folder, config, nth, starts: 0, asked: None, running: None }
     }
 
     /// Replaces its config, which it reads within a second if it runs.
@@ -53,10 +56,12 @@ impl Instance {
         self.folder.path().join("denormd.yaml")
     }
 
-    /// The config with the address and the app name of this start.
+    /// The config with the address, the app name and the number of partitions of this start.
     fn text(&self) -> String {
         let app_name = format!("replicaSet=rs0&appName={}", self.app_name());
-        self.config.replace("127.0.0.1:0", &self.address.to_string()).replacen("replicaSet=rs0", &app_name, 1)
+        let text = self.config.replace("127.0.0.1:0", &self.address.to_string());
+        let text = text.replacen("replicaSet=rs0", &app_name, 1);
+        format!("{text}lease: {{ ttl_seconds: 2, partitions: {} }}\n", self.partitions)
     }
 
     fn app_name(&self) -> String {
@@ -90,6 +95,14 @@ impl Instance {
             Ok(Ok(()) | Err(_)) => Ok(()),
             Err(panic) => Err(format!("daemon {} panics: {panic}", self.nth)),
         }
+    }
+
+    /// Stops it, and starts it again with this number of partitions.
+    pub async fn repartition(&mut self, partitions: u32) -> Result<(), String> {
+        self.stop().await?;
+        self.partitions = partitions;
+        self.start();
+        Ok(())
     }
 
     /// The running task, unless it has ended by itself.

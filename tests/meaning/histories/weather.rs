@@ -48,6 +48,8 @@ pub enum Fault {
     DaemonStopped,
     /// For a time, nothing passes between a daemon and the cluster.
     DaemonDisconnected,
+    /// Daemons start again with another number of partitions, one after another, and not always all of them.
+    Repartitioned,
     /// An operator requests the backfill of a rule, or pauses it for a time.
     Operator,
 }
@@ -63,7 +65,8 @@ impl Fault {
         Self::OplogExpired,
         Self::LeasesDeleted,
     ];
-    pub const DAEMONS: [Self; 4] = [Self::DaemonKilled, Self::DaemonStopped, Self::DaemonDisconnected, Self::Operator];
+    pub const DAEMONS: [Self; 5] =
+        [Self::DaemonKilled, Self::DaemonStopped, Self::DaemonDisconnected, Self::Repartitioned, Self::Operator];
 
     pub fn all() -> BTreeSet<Self> {
         Self::CLUSTER.into_iter().chain(Self::DAEMONS).collect()
@@ -196,9 +199,29 @@ impl Weather {
                 daemons[nth].connect();
                 return Ok(has_struck);
             }
+            Fault::Repartitioned => return self.repartition(daemons, trace).await,
             Fault::Operator => return Ok(self.ask(trace).await),
         }
         Ok(true)
+    }
+
+    /// Rolls out another number of partitions. If not all daemons get it, other faults strike while their numbers differ.
+    /// Returns false if all of them have it already.
+    async fn repartition(&mut self, daemons: &mut [Instance], trace: &Trace) -> Result<bool, String> {
+        let partitions: u32 = self.random.random_range(1..=3);
+        let has_struck = daemons.iter().any(|daemon| daemon.partitions != partitions);
+        for nth in 0..self.random.random_range(1..=daemons.len()) {
+            trace.add(format_args!("daemon {nth} is to have {partitions} partitions"));
+            // A killed one leaves work undone.
+            if self.random.random_bool(0.3) {
+                daemons[nth].kill()?;
+            } else {
+                daemons[nth].stop().await?;
+            }
+            daemons[nth].partitions = partitions;
+            self.restart(nth, daemons, trace).await;
+        }
+        Ok(has_struck)
     }
 
     async fn restart(&mut self, nth: usize, daemons: &mut [Instance], trace: &Trace) {
