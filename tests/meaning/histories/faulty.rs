@@ -14,7 +14,7 @@ use std::{
 
 use bson::{Bson, Document, Timestamp, doc};
 use denormd::server::client;
-use denormd_engine::checkpoint::{fan_out, store};
+use denormd_engine::checkpoint::{fan_out, format, rule_record::RULES, store::POSITIONS};
 use denormd_fixture::TestDb;
 use denormd_model::clock;
 use denormd_oracle::{Odd, Options};
@@ -490,13 +490,27 @@ async fn no_drift(instances: &[SocketAddr]) -> Result<()> {
 }
 
 /// Fails if the term of a document of the state has gone back, or if a term was claimed twice: a former leader has written.
+/// Fails as well if the record of a rule was deleted otherwise than with its partition.
 fn terms_rise(model: &Model, state: &str) -> Result<()> {
-    for collection in ["terms", store::POSITIONS, "rules", fan_out::COLLECTION] {
+    let numbers = model.values(state, format::COLLECTION, "partitions").into_values().flatten();
+    let numbers: Vec<i32> = numbers.map(|number| number.and_then(|number| number.as_i32()).unwrap_or(1)).collect();
+    for collection in ["terms", POSITIONS, RULES, fan_out::COLLECTION] {
+        // A partition that is back begins with the term of its lease, which somebody may have deleted.
+        let begins_anew = |term: &Option<Bson>| term.is_none() && [POSITIONS, RULES].contains(&collection);
         for (id, terms) in model.values(state, collection, "term") {
-            let terms: Vec<i64> = terms.iter().flatten().filter_map(Bson::as_i64).collect();
             let rises = |pair: &[i64]| pair[0] < pair[1] || (pair[0] == pair[1] && collection != "terms");
-            if !terms.windows(2).all(rises) {
-                return Err(Failed::new(format!("the terms of {id} in `{collection}` do not rise: {terms:?}")));
+            for terms in terms.split(begins_anew) {
+                let terms: Vec<i64> = terms.iter().flatten().filter_map(Bson::as_i64).collect();
+                if !terms.windows(2).all(rises) {
+                    return Err(Failed::new(format!("the terms of {id} in `{collection}` do not rise: {terms:?}")));
+                }
+            }
+            // `default#0/2` is the first one of two.
+            let of: i32 = id.split_once('/').and_then(|(_, of)| of.get(..1)?.parse().ok()).unwrap_or(1);
+            let changes = numbers.windows(2).filter(|pair| pair[0] == of && pair[1] != of).count();
+            let deletions = terms.iter().filter(|term| term.is_none()).count();
+            if collection == RULES && deletions > changes {
+                return Err(Failed::new(format!("{id} was deleted {deletions} times; partitions: {numbers:?}")));
             }
         }
     }
