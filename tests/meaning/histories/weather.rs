@@ -11,7 +11,10 @@ use std::{
 };
 
 use bson::doc;
-use denormd_engine::checkpoint::store::Store;
+use denormd_engine::checkpoint::{
+    rule_record::RULES,
+    store::{POSITIONS, Store},
+};
 use denormd_fixture::TestDb;
 use denormd_mongo::Server;
 use denormd_simulated::{Faults, Model};
@@ -43,6 +46,8 @@ pub enum Fault {
     OplogExpired,
     /// Somebody deletes the leases, a few times.
     LeasesDeleted,
+    /// The state gets the mark of a leader with a later term.
+    StateMarked,
     DaemonKilled,
     /// A daemon hands over, and starts again.
     DaemonStopped,
@@ -55,7 +60,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    pub const CLUSTER: [Self; 8] = [
+    pub const CLUSTER: [Self; 9] = [
         Self::Commands,
         Self::Election,
         Self::StaleMajority,
@@ -64,6 +69,7 @@ impl Fault {
         Self::StreamsKilled,
         Self::OplogExpired,
         Self::LeasesDeleted,
+        Self::StateMarked,
     ];
     pub const DAEMONS: [Self; 5] =
         [Self::DaemonKilled, Self::DaemonStopped, Self::DaemonDisconnected, Self::Repartitioned, Self::Operator];
@@ -180,6 +186,7 @@ impl Weather {
             Fault::StreamsKilled => self.model.kill_streams(),
             Fault::OplogExpired => self.model.shorten_oplog(),
             Fault::LeasesDeleted => return Ok(self.delete_leases().await),
+            Fault::StateMarked => return Ok(self.mark_state().await),
             Fault::DaemonKilled => {
                 let nth = daemon(&mut self.random);
                 let has_struck = daemons[nth].kill()?;
@@ -255,6 +262,18 @@ impl Weather {
             tokio::time::sleep(Duration::from_millis(self.random.random_range(1..20))).await;
         }
         times > 0
+    }
+
+    /// Marks the state with the term after that of its leader. Returns false if there is none yet.
+    async fn mark_state(&self) -> bool {
+        let (_, database) = &self.operator;
+        let mut marked = 0;
+        for collection in [POSITIONS, RULES] {
+            let mark = doc! {"q": {}, "u": {"$inc": {"term": 1_i64}}, "multi": true};
+            let reply = self.model.run(doc! {"update": collection, "updates": [mark], "$db": database}).await;
+            marked += reply.get_i32("n").unwrap_or_default();
+        }
+        marked > 0
     }
 
     fn rates(&mut self) -> Faults {
