@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use bson::doc;
+use bson::{Bson, Document, doc};
 use denormd_engine::checkpoint::{
     rule_record::RULES,
     store::{POSITIONS, Store},
@@ -207,7 +207,7 @@ impl Weather {
                 return Ok(has_struck);
             }
             Fault::Repartitioned => return self.repartition(daemons, trace).await,
-            Fault::Operator => return Ok(self.ask(trace).await),
+            Fault::Operator => return self.ask(trace).await,
         }
         Ok(true)
     }
@@ -237,17 +237,42 @@ impl Weather {
         daemons[nth].start();
     }
 
-    /// An operator's request. Returns false if it fails, as it may during another fault.
-    async fn ask(&mut self, trace: &Trace) -> bool {
-        let Some(rule) = self.rules.choose(&mut self.random) else { return false };
+    /// An operator's request. Returns false if it fails, as it may during another fault, and an error if a request for a
+    /// backfill ends a pause.
+    async fn ask(&mut self, trace: &Trace) -> Result<bool, String> {
+        let Some(rule) = self.rules.choose(&mut self.random) else { return Ok(false) };
         let pause = self.random.random_bool(0.5).then(|| Duration::from_millis(self.random.random_range(100..3000)));
         trace.add(format_args!("{rule}: {}", if pause.is_some() { "pause" } else { "backfill" }));
         let (server, database) = &self.operator;
-        let Ok(store) = Store::open(server, database, "default").await else { return false };
-        match pause {
-            Some(time) => store.pause(server, rule, Some(time)).await.is_ok(),
-            None => store.ask(server, rule).await.unwrap_or(false),
+        let Ok(store) = Store::open(server, database, "default").await else { return Ok(false) };
+        if pause.is_none() {
+            return Ok(store.ask(server, rule).await.unwrap_or(false));
         }
+        if store.pause(server, rule, pause).await.is_err() {
+            return Ok(false);
+        }
+        let before = self.pauses(rule).await;
+        let is_recorded = before.len() == store.ids().len() && before.iter().all(|(is_paused, _)| *is_paused);
+        if is_recorded && store.ask(server, rule).await.unwrap_or(false) {
+            let after = self.pauses(rule).await;
+            // If the pause has ended by itself in between, a state has changed twice.
+            let once = before.iter().zip(&after).all(|((_, before), (_, after))| after - before < 2);
+            if once && after.len() == before.len() {
+                return Err(format!("a request for a backfill has ended the pause of {rule}: {before:?}, {after:?}"));
+            }
+        }
+        Ok(true)
+    }
+
+    /// For each partition that has registered a rule: whether the rule is paused, and the number of changes of its state.
+    async fn pauses(&self, rule: &str) -> Vec<(bool, i64)> {
+        let (_, database) = &self.operator;
+        let find = doc! {"find": RULES, "filter": {"_id.rule": rule}, "sort": {"_id": 1}, "$db": database};
+        let reply = self.model.run(find).await;
+        let records = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+        let records = records.into_iter().flatten().filter_map(Bson::as_document);
+        let generation = |record: &Document| record.get_i64("generation").unwrap_or_default();
+        records.map(|record| (record.get_bool("paused").unwrap_or(false), generation(record))).collect()
     }
 
     /// Deletes the leases one to four times, soon after they are there: an instance may not have claimed its term by then.
