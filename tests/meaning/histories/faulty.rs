@@ -85,6 +85,9 @@ pub struct Scale {
     pub partitions: [u32; 2],
     /// Other rules are loaded after the first round.
     pub reloads: bool,
+    /// The other config is loaded during the operations of the second round, not before them.
+    #[serde(default)]
+    pub overlaps: bool,
     /// The longest delay of a command or an answer, in milliseconds. Without one, all work would be done when a fault strikes.
     pub latency: u64,
     pub faults: BTreeSet<Fault>,
@@ -122,6 +125,7 @@ impl Scale {
             daemons,
             partitions,
             reloads: reload::is_on(),
+            overlaps: random.random_bool(0.4),
             latency,
             faults: Fault::all(),
         }
@@ -154,6 +158,9 @@ impl Scale {
         }
         if self.reloads {
             out.push(Self { reloads: false, ..self.clone() });
+        }
+        if self.overlaps {
+            out.push(Self { overlaps: false, ..self.clone() });
         }
         if self.rounds > 1 {
             out.push(Self { rounds: 1, ..self.clone() });
@@ -208,9 +215,13 @@ impl Scale {
         let mut of_cluster = weather(self.seed, &Fault::CLUSTER);
         let mut of_daemons = weather(!self.seed, &Fault::DAEMONS);
         for round in 0..self.rounds {
+            let mut other = None;
             if round == 1 {
                 trace.add(format_args!("reload: {}, partitions: {:?}", self.reloads, self.partitions));
-                self.configure(test, &mut histories, &mut daemons).await?;
+                other = self.other_config(test, &mut histories, &daemons).await;
+                if let Some(other) = other.take_if(|_| !self.overlaps) {
+                    self.configure(&other, &mut daemons).await.map_err(Failed::new)?;
+                }
             }
             of_daemons.rules = histories
                 .iter()
@@ -218,6 +229,7 @@ impl Scale {
                 .map(|rule| rule.get_str("name").unwrap().to_owned())
                 .collect();
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
+            let configured = AtomicBool::new(other.is_none());
             let over = AtomicBool::new(false);
             let stop = AtomicBool::new(false);
             let watched = async {
@@ -225,16 +237,20 @@ impl Scale {
                     let plays = histories
                         .iter()
                         .zip(steps)
-                        .map(|(history, steps)| play(history, &db, &addresses, steps, trace));
+                        .map(|(history, steps)| play(history, &db, &addresses, steps, &configured, trace));
                     let played: Result<Vec<()>> = futures_util::future::try_join_all(plays).await;
                     over.store(true, Ordering::Relaxed);
                     played
                 };
-                let (played, struck, ended) = tokio::join!(
-                    played,
-                    of_cluster.strike(&mut [], &over, trace),
-                    of_daemons.strike(&mut daemons, &over, trace)
-                );
+                let ended = async {
+                    if let Some(other) = &other {
+                        self.configure(other, &mut daemons).await?;
+                        trace.add("the other config is loaded");
+                        configured.store(true, Ordering::Relaxed);
+                    }
+                    of_daemons.strike(&mut daemons, &over, trace).await
+                };
+                let (played, struck, ended) = tokio::join!(played, of_cluster.strike(&mut [], &over, trace), ended);
                 stop.store(true, Ordering::Relaxed);
                 played.and(struck.and(ended).map_err(Failed::new))
             };
@@ -259,25 +275,29 @@ impl Scale {
         Ok(())
     }
 
-    /// Another config in the middle: other rules, which running daemons read, or another number of partitions, for which they
-    /// start again.
-    async fn configure(&self, test: &TestDb, histories: &mut [History], daemons: &mut [Instance]) -> Result<()> {
-        let after = self.partitions[1];
+    /// The config that is loaded in the middle, with other rules or for another number of partitions. None if neither differs.
+    async fn other_config(&self, test: &TestDb, histories: &mut [History], daemons: &[Instance]) -> Option<String> {
         if self.reloads {
             histories.iter_mut().for_each(History::reload);
-        } else if daemons.iter().all(|daemon| daemon.partitions == after) {
-            return Ok(());
+        } else if daemons.iter().all(|daemon| daemon.partitions == self.partitions[1]) {
+            return None;
         }
         let text = Self::config(test, histories);
         Daemon::prepare(&load(&text)).await;
+        Some(text)
+    }
+
+    /// Loads another config. Running daemons read its rules, and start again for another number of partitions.
+    async fn configure(&self, text: &str, daemons: &mut [Instance]) -> Result<(), String> {
+        let after = self.partitions[1];
         for daemon in daemons.iter_mut() {
             if daemon.partitions != after {
-                daemon.configure(&text);
-                daemon.repartition(after).await.map_err(Failed::new)?;
+                daemon.configure(text);
+                daemon.repartition(after).await?;
                 continue;
             }
             let reloads = until("metrics", async || daemon.reloads().await).await;
-            daemon.configure(&text);
+            daemon.configure(text);
             until("another config", async || daemon.reloads().await.filter(|now| *now > reloads)).await;
         }
         Ok(())
@@ -330,12 +350,13 @@ async fn prepare(db: &Database, histories: &mut [History]) {
 }
 
 /// Performs the steps of a history. Where all earlier ones are waited for, and an instance says that they are applied,
-/// the result must be right.
+/// the result must be right by the rules of the history, once all instances are `configured` with them.
 async fn play(
     history: &History,
     db: &Database,
     instances: &[SocketAddr],
     steps: Vec<Step>,
+    configured: &AtomicBool,
     trace: &Trace,
 ) -> Result<()> {
     for (nth, step) in steps.into_iter().enumerate() {
@@ -350,7 +371,7 @@ async fn play(
                 .await;
                 tokio::time::sleep(Duration::from_millis(40 + history.seed * 37 % 200)).await;
             }
-            Step::Wait => {
+            Step::Wait if configured.load(Ordering::Relaxed) => {
                 let instance = instances[(usize::try_from(history.seed).unwrap() + nth) % instances.len()];
                 let Ok(reply) = db.run_command(doc! {"ping": 1}).await else { continue };
                 let Timestamp { time, increment } = reply.get_timestamp("operationTime").unwrap();
@@ -364,7 +385,7 @@ async fn play(
                     check(history, db).await?;
                 }
             }
-            Step::Lose(_) => {}
+            Step::Wait | Step::Lose(_) => {}
         }
     }
     Ok(())

@@ -222,4 +222,5 @@ fn clusters_of_a_run_differ() {
     assert!((1..=3).all(|of| has(&|scale| scale.partitions[0] == of)));
     assert!(has(&|scale| scale.partitions[0] != scale.partitions[1]));
     assert!([2, 32].iter().all(|most| has(&|scale| scale.latency == *most)));
+    assert!([false, true].iter().all(|overlaps| has(&|scale| scale.overlaps == *overlaps)));
 }
