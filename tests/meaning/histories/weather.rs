@@ -106,6 +106,8 @@ pub struct Weather {
     random: StdRng,
     kinds: Vec<Fault>,
     primary: usize,
+    /// The most by which the clock of a primary is wrong, in milliseconds.
+    skew: i64,
     /// The operator's connection, and the database of the state.
     operator: (Server, String),
     /// The rules that the operator knows.
@@ -118,9 +120,12 @@ impl Weather {
     /// Those of these kinds that are in `faults`.
     pub fn new(seed: u64, model: Model, kinds: &[Fault], faults: &BTreeSet<Fault>, test: &TestDb) -> Self {
         let kinds: Vec<Fault> = kinds.iter().filter(|kind| faults.contains(kind)).copied().collect();
+        let mut random = StdRng::seed_from_u64(seed ^ 0x7765_6174);
         Self {
             model,
-            random: StdRng::seed_from_u64(seed ^ 0x7765_6174),
+            // Some are wrong by more than a lease lasts. denormd tolerates ten minutes.
+            skew: if random.random_bool(0.25) { 3000 } else { 400 },
+            random,
             struck: kinds.iter().map(|kind| (*kind, 0)).collect(),
             kinds,
             primary: 0,
@@ -313,7 +318,7 @@ impl Weather {
         self.model.step_down();
         self.pause(20..300).await;
         self.primary = 1 - self.primary;
-        let skew = self.random.random_range(-400..400);
+        let skew = self.random.random_range(-self.skew..self.skew);
         self.model.elect(self.primary, skew);
         trace.add(format_args!("member {} is the primary, its clock is {skew} ms ahead", self.primary));
     }
