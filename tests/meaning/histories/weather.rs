@@ -49,6 +49,8 @@ pub enum Fault {
     /// The state gets the mark of a leader with a later term.
     StateMarked,
     DaemonKilled,
+    /// A daemon is killed, and somebody deletes the checkpoints.
+    CheckpointsDeleted,
     /// A daemon hands over, and starts again.
     DaemonStopped,
     /// For a time, nothing passes between a daemon and the cluster.
@@ -71,8 +73,14 @@ impl Fault {
         Self::LeasesDeleted,
         Self::StateMarked,
     ];
-    pub const DAEMONS: [Self; 5] =
-        [Self::DaemonKilled, Self::DaemonStopped, Self::DaemonDisconnected, Self::Repartitioned, Self::Operator];
+    pub const DAEMONS: [Self; 6] = [
+        Self::DaemonKilled,
+        Self::CheckpointsDeleted,
+        Self::DaemonStopped,
+        Self::DaemonDisconnected,
+        Self::Repartitioned,
+        Self::Operator,
+    ];
 
     pub fn all() -> BTreeSet<Self> {
         Self::CLUSTER.into_iter().chain(Self::DAEMONS).collect()
@@ -140,7 +148,7 @@ impl Weather {
             self.pause(50..400).await;
             let Some(fault) = self.kinds.choose(&mut self.random).copied() else { continue };
             // Rarer than the others: everything is compared again.
-            if fault == Fault::OplogExpired && self.random.random_range(0..4) > 0 {
+            if [Fault::OplogExpired, Fault::CheckpointsDeleted].contains(&fault) && self.random.random_range(0..4) > 0 {
                 continue;
             }
             trace.add(format_args!("{fault:?} begins"));
@@ -192,9 +200,12 @@ impl Weather {
             Fault::OplogExpired => self.model.shorten_oplog(),
             Fault::LeasesDeleted => return Ok(self.delete_leases().await),
             Fault::StateMarked => return Ok(self.mark_state().await),
-            Fault::DaemonKilled => {
+            Fault::DaemonKilled | Fault::CheckpointsDeleted => {
                 let nth = daemon(&mut self.random);
-                let has_struck = daemons[nth].kill()?;
+                let mut has_struck = daemons[nth].kill()?;
+                if fault == Fault::CheckpointsDeleted {
+                    has_struck = self.delete_all(POSITIONS).await;
+                }
                 self.restart(nth, daemons, trace).await;
                 return Ok(has_struck);
             }
@@ -283,15 +294,19 @@ impl Weather {
     /// Deletes the leases one to four times, soon after they are there: an instance may not have claimed its term by then.
     /// Returns false if there were none.
     async fn delete_leases(&mut self) -> bool {
-        let (_, database) = &self.operator;
-        let delete = doc! {"delete": "leases", "deletes": [{"q": {}, "limit": 0}], "$db": database};
         let (begun, wanted, mut times) = (Instant::now(), self.random.random_range(1..=4), 0);
         while times < wanted && begun.elapsed() < UNTIL_TAKEN {
-            let reply = self.model.run(delete.clone()).await;
-            times += i32::from(reply.get_i32("n").is_ok_and(|deleted| deleted > 0));
+            times += i32::from(self.delete_all("leases").await);
             tokio::time::sleep(Duration::from_millis(self.random.random_range(1..20))).await;
         }
         times > 0
+    }
+
+    /// Deletes all documents of a collection of the state. Returns false if there were none.
+    async fn delete_all(&self, collection: &str) -> bool {
+        let (_, database) = &self.operator;
+        let delete = doc! {"delete": collection, "deletes": [{"q": {}, "limit": 0}], "$db": database};
+        self.model.run(delete).await.get_i32("n").is_ok_and(|deleted| deleted > 0)
     }
 
     /// Marks the state with the term after that of its leader. Returns false if there is none yet.
