@@ -29,7 +29,7 @@ use super::{
     History, Step,
     instance::Instance,
     perform, reload, scanning,
-    simulated::{output_of, print_digest, printed, replay},
+    simulated::{low_limits, output_of, print_digest, printed, replay},
     weather::{Fault, Trace, Weather},
 };
 use crate::support::daemon::{Daemon, PATIENCE, all, config, load, log_to_the_test, rules_as_json, until};
@@ -53,7 +53,12 @@ const UNKNOWN: &str = "the model does not know";
 const QUIET: Duration = Duration::from_millis(300);
 
 fn everything(prefix: String) -> Options {
-    Options { mixed_composite: true, id_parts: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
+    Options { mixed_composite: true, id_parts: true, shared: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
+}
+
+/// True for a world in which references that dangle are removed, by its seed.
+fn is_destroying(seed: u64) -> bool {
+    seed % 8 == 2
 }
 
 /// True for a world in which the application writes the copies as well, by its seed.
@@ -69,7 +74,12 @@ fn is_guarded(seed: u64) -> bool {
 fn options(seed: u64) -> fn(String) -> Options {
     // An echo writes a reference and a copy. After a rollback it may change the copy alone, which only an audit repairs.
     let overwritten = |prefix| Options { write_owned: true, odd: [KNOWN, &[Odd::Echo]].concat(), ..everything(prefix) };
-    if is_overwritten(seed) { overwritten } else { everything }
+    let destroying = |prefix| Options { destroy: true, ..everything(prefix) };
+    match seed {
+        seed if is_overwritten(seed) => overwritten,
+        seed if is_destroying(seed) => destroying,
+        _ => everything,
+    }
 }
 
 /// The dimensions of a run, which a failure makes smaller.
@@ -282,7 +292,7 @@ impl Scale {
         } else if daemons.iter().all(|daemon| daemon.partitions == self.partitions[1]) {
             return None;
         }
-        let text = Self::config(test, histories);
+        let text = self.config(test, histories);
         Daemon::prepare(&load(&text)).await;
         Some(text)
     }
@@ -304,7 +314,7 @@ impl Scale {
     }
 
     /// A config without `lease`, which each instance adds.
-    fn config(test: &TestDb, histories: &[History]) -> String {
+    fn config(&self, test: &TestDb, histories: &[History]) -> String {
         let rules = histories.iter().flat_map(|history| {
             let more = match history.seed {
                 seed if is_overwritten(seed) => doc! {"adopt": true},
@@ -317,12 +327,13 @@ impl Scale {
         let rules: Vec<Document> = rules.collect();
         let rules =
             rules_as_json(&rules).replacen('[', &format!("[{MARKER}{}", if rules.is_empty() { "" } else { "," }), 1);
-        let limits = "limits: { write_timeout_seconds: 1, ";
-        config(test, &rules).replace("limits: { ", limits)
+        let limits = low_limits(&mut StdRng::seed_from_u64(self.seed));
+        let limits = format!("limits: {{ write_timeout_seconds: 1, {limits}");
+        config(test, &rules).replace("limits: { ", &limits)
     }
 
     async fn start(&self, server: &Server, test: &TestDb, histories: &[History]) -> Vec<Instance> {
-        let text = Self::config(test, histories);
+        let text = self.config(test, histories);
         Daemon::prepare(&load(&text)).await;
         let instance = |nth| Instance::new(&text, nth, self.partitions[0], server.model.clone());
         let mut daemons: Vec<Instance> = (0..self.daemons).map(instance).collect();

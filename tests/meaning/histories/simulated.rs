@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeMap,
+    fmt::Write,
     hash::{DefaultHasher, Hash, Hasher},
     num::NonZero,
     thread::available_parallelism,
@@ -13,6 +14,7 @@ use denormd_fixture::TestDb;
 use denormd_oracle::{Odd, Options};
 use denormd_simulated::{Model, Server};
 use futures_util::{StreamExt, stream};
+use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::{process::Command, time::timeout};
 
@@ -38,7 +40,23 @@ const WORLDS: u64 = 5;
 const ENOUGH: u64 = 200;
 
 fn everything(prefix: String) -> Options {
-    Options { mixed_composite: true, id_parts: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
+    Options { mixed_composite: true, id_parts: true, shared: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
+}
+
+fn destroying(prefix: String) -> Options {
+    Options { destroy: true, ..everything(prefix) }
+}
+
+/// Limits so low that a backfill has several pages, and that a few values are too large for a batch; in a part of the clusters.
+pub fn low_limits(rng: &mut StdRng) -> String {
+    let mut limits = String::new();
+    if rng.random_bool(0.2) {
+        write!(limits, "backfill_per_second: {}, ", rng.random_range(2..=6)).unwrap();
+    }
+    if rng.random_bool(0.3) {
+        write!(limits, "batch_bytes: {}, ", rng.random_range(200..5000)).unwrap();
+    }
+    limits
 }
 
 /// Runs the ignored test `name` of this file with the description of a cluster, in a process of its own, so that it can be
@@ -119,7 +137,9 @@ impl Cluster {
         let Self { first, count, partitions, reloads } = self;
         let server = Server::start_set(Model::new(first), 1).await.unwrap();
         let test = TestDb::named(server.uri(), "app").await;
-        Run { partitions, reloads, ..Run::new(everything) }.histories_on(&test, first, count).await;
+        let mut rng = StdRng::seed_from_u64(first);
+        let options = if rng.random_bool(0.25) { destroying } else { everything };
+        Run { partitions, reloads, limits: low_limits, ..Run::new(options) }.histories_on(&test, first, count).await;
         let unknown = server.model.unknown();
         if !unknown.is_empty() {
             println!("{UNKNOWN}{unknown:?}");

@@ -337,7 +337,8 @@ impl Generator {
                 source %= 3;
                 if kind == Kind::Set && self.rng.random_bool(0.7) {
                     (held_by, target) = (Held::Target, 3);
-                    shape = if self.rng.random_bool(0.7) { Shape::Dotted } else { Shape::Pair };
+                    let shapes = [Shape::Dotted, Shape::Dotted, Shape::Pair, Shape::Scalar, Shape::Elements];
+                    shape = shapes.choose(&mut self.rng).copied().unwrap_or(Shape::Dotted);
                 }
             }
             if let Some(first) = self.scenarios.first().filter(|_| self.is_shared) {

@@ -3,7 +3,7 @@
 use bson::{Bson, DateTime, Document, bson, doc};
 use rand::{Rng, seq::IndexedRandom};
 
-use super::Generator;
+use super::{Generator, Odd};
 use crate::Op;
 
 /// The name of the collection, after the prefix.
@@ -123,6 +123,7 @@ impl Generator {
                 let path = self.created_paths.choose(&mut self.created).cloned().unwrap_or_default();
                 Op::Update { coll, filter, update: doc! {"$set": {path: "drift"}} }
             }
+            8 if self.has(Odd::Collections) => Op::Drop { coll },
             8 => Op::Insert { coll, doc: doc! {"_id": id} },
             _ => Op::Insert { coll, doc: doc! {"_id": id, "note": "mine"} },
         })

@@ -67,6 +67,7 @@ impl Generator {
                 bson!([1, [1]]),
                 bson!({"id": 1}),
                 bson!([null, 1, {"id": [1]}]),
+                bson!([[{"id": 1, "ids": 1, "b": {"c": 1}}]]),
                 bson!("$name"),
                 bson!([]),
             ]
@@ -83,7 +84,7 @@ impl Generator {
     }
 
     /// One reference, or one element of the array of references.
-    fn draw_reference(&mut self, scenario: &Scenario) -> Bson {
+    pub(super) fn draw_reference(&mut self, scenario: &Scenario) -> Bson {
         let other = if scenario.holder() == scenario.target { scenario.source } else { scenario.target };
         let to = (self.options.database.as_str(), self.collections[other].as_str());
         let odd = self.odd.clone();
@@ -321,11 +322,14 @@ pub(super) fn user_value(rng: &mut StdRng, field: &str) -> Bson {
                 bson!([]),
                 bson!([{"x": 1}, {"x": "b"}, {"y": 1}]),
                 bson!([{"x": null}, 3]),
+                bson!([{"x": 1}, {"x": 2}, {"x": "1"}]),
                 bson!({"x": 1}),
                 bson!(null),
             ],
         ),
-        "tags" => pick(rng, &[bson!([]), bson!([1, "x"]), bson!([[1]]), bson!(null), bson!("$tags")]),
+        "tags" => {
+            pick(rng, &[bson!([]), bson!([1, "x"]), bson!([1, 2, "1", "2"]), bson!([[1]]), bson!(null), bson!("$tags")])
+        }
         "code" => {
             if rng.random_bool(0.05) {
                 return bson!([1]);

@@ -27,7 +27,7 @@ pub enum Odd {
     Slow,
     /// Collections with a default collation that ignores case.
     Collation,
-    /// One update that moves a nested reference and writes the copy as well.
+    /// One update that changes a reference and writes the copy as well.
     Echo,
     /// `_id`s and references of MinKey, MaxKey and null.
     EdgeIds,
@@ -147,13 +147,13 @@ impl Generator {
         self.backup = World::clone(&self.model);
     }
 
-    /// Changes a nested reference and writes an owned field in one update.
+    /// Changes a reference, as a whole or from inside, and writes an owned field in the same update.
     fn draw_echo(&mut self) -> Option<Op> {
         let scenarios: Vec<Scenario> = self
             .scenarios
             .iter()
-            .filter(|it| it.kind == Kind::Set && it.held_by == Held::Target)
-            .filter(|it| matches!(it.shape, Shape::Dotted | Shape::Pair) && !it.outputs.is_empty())
+            .filter(|it| matches!(it.kind, Kind::Set | Kind::Into) && it.held_by == Held::Target)
+            .filter(|it| !matches!(it.shape, Shape::DbRef) && !it.outputs.is_empty())
             // A rule of a chain may refer by a field that another rule has written.
             .filter(|it| {
                 self.rules[it.number].to_string().contains(&format!("{:?}", it.shape.key_paths(&it.field())[0]))
@@ -161,22 +161,31 @@ impl Generator {
             .cloned()
             .collect();
         let scenario = scenarios.choose(&mut self.rng)?;
+        let field = scenario.field();
         let coll = self.collections[scenario.target].clone();
-        let documents = self.model.get(&coll)?.iter();
         let documents: Vec<&Document> =
-            documents.filter(|document| document.get_document(scenario.field()).is_ok()).collect();
-        let document = documents.choose(&mut self.rng)?;
+            self.model.get(&coll)?.iter().filter(|document| document.contains_key(&field)).collect();
+        let document = (*documents.choose(&mut self.rng)?).clone();
         let filter = doc! {"_id": document.get("_id").cloned()};
-        let path = scenario.shape.key_paths(&scenario.field()).pop()?;
-        let last = path.rsplit('.').next().unwrap_or_default();
-        let stored = document.get_document(scenario.field()).ok()?.get(last).cloned();
+        let output = scenario.outputs.choose(&mut self.rng)?.clone();
+        let stored = document.get(&field)?;
+        if scenario.shape.is_array() {
+            stored.as_array()?;
+            let update = doc! {"$push": {field: self.draw_reference(scenario)}, "$set": {output: "old"}};
+            return Some(Op::Update { coll, filter, update });
+        }
+        let path = match stored.as_document() {
+            Some(stored) if scenario.shape == Shape::Scalar => format!("{field}.{}", stored.keys().next()?),
+            Some(_) => scenario.shape.key_paths(&field).pop()?,
+            None if scenario.shape == Shape::Scalar => field,
+            None => return None,
+        };
         let key = draw::key(&mut self.rng);
-        if stored.is_some_and(|stored| equal(&stored, &key)) {
+        let stored = path.split_once('.').map_or(Some(stored), |(_, last)| stored.as_document()?.get(last));
+        if stored.is_some_and(|stored| equal(stored, &key)) {
             return None;
         }
-        let output = scenario.outputs.choose(&mut self.rng)?;
-        let update = doc! {"$set": {path: key, output: "old"}};
-        Some(Op::Update { coll, filter, update })
+        Some(Op::Update { coll, filter, update: doc! {"$set": {path: key, output: "old"}} })
     }
 
     /// A key of one of this world's kinds, or of the usual ones.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, Document, bson, doc};
 use rand::{Rng, rngs::StdRng};
 
 use super::Generator;
@@ -11,8 +11,14 @@ use crate::Op;
 /// The field of such an `_id` that rules match by.
 const KEY: &str = "_id.k";
 
-/// The `_id` whose key is `key`. The other field sorts after it, and tells the document from one with the key alone.
+/// The `_id` whose key is `key`. The other field sorts after it, and tells the document from one with the key alone. Two of the
+/// keys become arrays, to which nothing refers.
 fn whole(key: Bson) -> Bson {
+    let key = match key {
+        Bson::Boolean(true) => bson!([1]),
+        Bson::String(empty) if empty.is_empty() => bson!([2]),
+        key => key,
+    };
     doc! {"k": key, "more": 1}.into()
 }
 
