@@ -15,13 +15,14 @@ mod touch;
 mod weather;
 
 use std::{
+    cell::RefCell,
     collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
 use bson::{Document, doc};
 use denormd_fixture::TestDb;
-use denormd_oracle::{Expectation, Generator, Odd, Op, Options, Oracle, World, differences};
+use denormd_oracle::{Expectation, Generator, Odd, Op, Options, Oracle, Staying, World, differences, equal};
 use futures_util::{StreamExt, future::join_all, stream};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -64,6 +65,8 @@ struct History {
     /// Those of the config that is loaded in the middle of the history.
     next: Vec<Document>,
     pre_images: BTreeSet<String>,
+    /// What has to stay since the last comparison, in documents that the application has not changed since.
+    memory: RefCell<Vec<Staying>>,
 }
 
 impl History {
@@ -90,13 +93,14 @@ impl History {
         }
         let oracle = Oracle::new(&rules, database).unwrap();
         let pre_images = generator.pre_images();
-        Self { seed, generator, oracle, rules, next, pre_images }
+        Self { seed, generator, oracle, rules, next, pre_images, memory: RefCell::default() }
     }
 
     /// Takes over the rules of the next config.
     fn reload(&mut self) {
         std::mem::swap(&mut self.rules, &mut self.next);
         self.oracle = Oracle::new(&self.rules, self.generator.database()).unwrap();
+        self.memory.get_mut().clear();
     }
 
     /// The options of a new collection. Half of the worlds get pre-images from `plan --apply`, and only where a rule
@@ -141,6 +145,7 @@ impl History {
         for step in steps {
             let found = match (step, daemon) {
                 (Step::Ops(ops), _) => {
+                    ops.iter().for_each(|op| self.forget(op));
                     join_all(ops.into_iter().map(|op| perform(db, op, |name| self.form(name)))).await;
                     continue;
                 }
@@ -180,6 +185,7 @@ impl History {
             return Vec::new();
         }
         let Some(docs) = before.remove(name) else { return Vec::new() };
+        self.memory.borrow_mut().clear();
         perform(db, Op::Drop { coll: name.to_owned() }, |name| self.form(name)).await;
         // The remaining documents are checked again.
         for (coll, docs) in &mut before {
@@ -204,7 +210,7 @@ impl History {
     /// The differences once everything is applied. A key with a dead letter is up to date only after a retry: no event
     /// connects a source to the key whose value could not be computed because of it.
     async fn check_applied(&self, db: &Database, daemon: &Daemon, lacking: &BTreeSet<String>) -> Vec<String> {
-        let mut found = self.check(db).await;
+        let mut found = self.check_with_memory(db).await;
         if found.is_empty() {
             return found;
         }
@@ -213,7 +219,7 @@ impl History {
         let was_lacking = scanning(self).iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
         if daemon.sources_are_back().await || was_lacking {
             daemon.settled().await;
-            found = self.check(db).await;
+            found = self.check_with_memory(db).await;
         }
         // Without its source a rule writes nothing, whatever happens to its targets.
         if found.is_empty() || self.lacks_source(daemon) {
@@ -222,7 +228,7 @@ impl History {
         for rule in scanning(self) {
             if daemon.retry_dead_letters(rule.get_str("name").unwrap()).await {
                 daemon.settled().await;
-                found = self.check(db).await;
+                found = self.check_with_memory(db).await;
             }
         }
         found
@@ -233,16 +239,56 @@ impl History {
         scanning(self).iter().any(|rule| daemon.lacks_source(rule.get_str("name").unwrap()))
     }
 
+    /// The differences now.
     async fn check(&self, db: &Database) -> Vec<String> {
         let actual = world(db, &self.generator.collections()).await;
-        let expectation = self.oracle.expected(&actual).unwrap();
-        let found = differences(&expectation, &actual);
+        self.compare(&actual, Vec::new())
+    }
+
+    /// The differences now, and what has not stayed since the last comparison.
+    async fn check_with_memory(&self, db: &Database) -> Vec<String> {
+        let actual = world(db, &self.generator.collections()).await;
+        self.compare(&actual, self.lost(&actual))
+    }
+
+    /// Adds the differences between the expected and the stored documents to what was found.
+    fn compare(&self, actual: &World, mut found: Vec<String>) -> Vec<String> {
+        let expectation = self.oracle.expected(actual).unwrap();
+        found.extend(differences(&expectation, actual));
         if found.is_empty() {
             return found;
         }
-        let mut found = self.describe(found, &actual);
+        let mut found = self.describe(found, actual);
         found.extend(expectation.notes.iter().map(|note| format!("  note {note}")));
         found
+    }
+
+    /// What has not stayed since the last comparison. If everything has, remembers what has to stay from now on.
+    fn lost(&self, actual: &World) -> Vec<String> {
+        let mut memory = self.memory.borrow_mut();
+        let lost: Vec<String> = memory.iter().filter_map(|staying| staying.difference(actual)).collect();
+        if lost.is_empty() {
+            *memory = self.oracle.staying(actual).unwrap();
+        }
+        lost
+    }
+
+    /// Forgets what has to stay in the documents that an operation may change.
+    fn forget(&self, op: &Op) {
+        let id = match op {
+            Op::Insert { doc, .. } => doc.get("_id"),
+            Op::Update { filter, .. } | Op::Replace { filter, .. } | Op::Delete { filter, .. } => filter.get("_id"),
+            Op::Drop { .. } | Op::Restore { .. } | Op::Rename { .. } => None,
+            Op::PreImages { .. } => return,
+        };
+        // With a collation, a filter by `_id` finds other documents, too.
+        let id = id.filter(|_| self.generator.collation(op.coll()).is_none());
+        let from: &str = if let Op::Rename { from, .. } = op { from } else { op.coll() };
+        let is_changed = |staying: &Staying| {
+            (staying.collection == from || staying.collection == op.coll())
+                && id.is_none_or(|id| equal(id, &staying.id))
+        };
+        self.memory.borrow_mut().retain(|staying| !is_changed(staying));
     }
 
     /// The same with a description of the world.

@@ -16,7 +16,7 @@ use crate::{
     query::matches,
     rule::{Accumulated, Accumulator, Groups, KeyType, Kind, OnMissing, Rule, Side, in_dependency_order},
     tree,
-    value::{compare, equal, is_nothing},
+    value::{compare, equal, identical, is_nothing},
 };
 
 /// Rules against which worlds are checked.
@@ -35,6 +35,18 @@ pub struct Expectation {
     /// Places and reasons where the oracle expects nothing: the target keeps its values (after a write that the server
     /// refuses, or an expression that fails).
     pub notes: Vec<String>,
+}
+
+/// A value that only the application changes, or a document that only the application deletes.
+#[derive(Debug, Clone)]
+pub struct Staying {
+    /// The collection of the document.
+    pub collection: String,
+    /// The `_id` of the document.
+    pub id: Bson,
+    /// An owned path without `$[]`; `_id` for the document itself.
+    path: Path,
+    value: Option<Bson>,
 }
 
 /// One source document (or one element of its reference array) that a reference may find.
@@ -112,10 +124,20 @@ impl Oracle {
     /// The expected state of the database, given its content: the user-owned part of `actual` is the truth, and every
     /// owned path is recomputed, rule after rule in dependency order.
     pub fn expected(&self, actual: &World) -> Result<Expectation, String> {
+        self.expected_by(&in_dependency_order(&self.rules)?, actual)
+    }
+
+    /// The same with the owned paths of one rule recomputed: those of the others are taken as they are stored.
+    pub fn expected_of(&self, name: &str, actual: &World) -> Result<Expectation, String> {
+        let rules: Vec<&Rule> = self.rules.iter().filter(|rule| rule.name == name).collect();
+        self.expected_by(&rules, actual)
+    }
+
+    fn expected_by(&self, rules: &[&Rule], actual: &World) -> Result<Expectation, String> {
         let mut world = actual.clone();
         let mut owned: BTreeMap<String, Vec<Path>> = BTreeMap::new();
         let mut notes = Vec::new();
-        for rule in in_dependency_order(&self.rules)? {
+        for &rule in rules {
             owned.entry(rule.target.collection.clone()).or_default().extend(rule.owned());
             let applied = match rule.tree {
                 Some(most) => tree::apply(rule, most, &mut world, &mut notes),
@@ -125,6 +147,72 @@ impl Oracle {
             applied.map_err(|why| format!("rule {}: {why}", rule.name))?;
         }
         Ok(Expectation { world, owned, notes })
+    }
+
+    /// Values that do not change until the application changes their document, whatever happens to other documents: those of
+    /// documents outside of `target.where`, and `once` values that exist. The same for documents that no rule deletes.
+    pub fn staying(&self, actual: &World) -> Result<Vec<Staying>, String> {
+        // The created documents that stay even if no rule has sources.
+        let creating = || self.rules.iter().filter(|rule| rule.creates);
+        let mut without_sources = actual.clone();
+        without_sources.extend(creating().map(|rule| (rule.source.collection.clone(), Vec::new())));
+        for rule in creating() {
+            created::apply(rule, &self.rules, &mut without_sources, &mut Vec::new())?;
+        }
+        let mut found = Vec::new();
+        for (collection, documents) in actual {
+            let rules: Vec<&Rule> = self.rules.iter().filter(|rule| rule.target.collection == *collection).collect();
+            let are_created = rules.iter().any(|rule| rule.creates);
+            for document in documents {
+                let id = document.get("_id").cloned().unwrap_or(Bson::Null);
+                let mut add = |path: Path, value: Option<Bson>| {
+                    found.push(Staying { collection: collection.clone(), id: id.clone(), path, value });
+                };
+                let stays = |left: &Document| left.get("_id") == document.get("_id");
+                let mut may_go = are_created && !without_sources[collection].iter().any(stays);
+                for rule in &rules {
+                    let takes_part = matches(document, &rule.target.filter)?;
+                    may_go |= takes_part && rule.on_missing == OnMissing::Delete;
+                    for path in rule.owned().into_iter().filter(|path| path.prefix_len() == 0) {
+                        let value = stored_at(document, &path).cloned();
+                        if !takes_part || (rule.once && value.is_some()) {
+                            add(path, value);
+                        }
+                    }
+                }
+                if !may_go {
+                    add(Path::parse("_id"), Some(id.clone()));
+                }
+            }
+        }
+        Ok(found)
+    }
+}
+
+impl Staying {
+    /// The difference, if the value has changed. It has not if its document was deleted, unless that had to stay.
+    #[must_use]
+    pub fn difference(&self, actual: &World) -> Option<String> {
+        let Self { collection, id, path, value } = self;
+        let is_mine = |document: &&Document| document.get("_id").is_some_and(|other| equal(other, id));
+        let stored = match actual.get(collection).into_iter().flatten().find(is_mine) {
+            Some(document) => stored_at(document, path),
+            None if path.names() == ["_id"] => None,
+            None => return None,
+        };
+        let is_same = match (value, stored) {
+            (Some(value), Some(stored)) => identical(value, stored),
+            (value, stored) => value.is_none() && stored.is_none(),
+        };
+        (!is_same).then(|| format!("{collection} {id} {path}: had to stay {value:?}, stored {stored:?}"))
+    }
+}
+
+/// The value at a path without `$[]`.
+fn stored_at<'a>(document: &'a Document, path: &Path) -> Option<&'a Bson> {
+    match path.0.split_first()? {
+        (Part::Field(name), rest) => get(document.get(name)?, rest),
+        (Part::All, _) => None,
     }
 }
 
@@ -693,4 +781,40 @@ fn write(mut target: Bson, desired: Desired) -> Result<Option<Bson>, String> {
         pull(&mut target, place);
     }
     Ok(Some(target))
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::doc;
+
+    use super::*;
+
+    #[test]
+    fn some_values_and_documents_stay_whatever_happens_to_others() {
+        let open = doc! {"collection": "t", "where": {"open": true}};
+        let created = doc! {"collection": "e", "create": true};
+        let rules = [
+            doc! {"name": "open", "copy": {"source": "s", "target": open, "match": {"ref": "_id"}, "set": {"a": "$name"}}},
+            doc! {"name": "once", "copy": {"source": "s", "target": "t", "match": {"ref": "_id"}, "set": {"b": "$name"}, "once": true}},
+            doc! {"name": "count", "aggregate": {"source": "s", "target": created, "match": {"_id": "code"}, "set": {"n": {"$sum": 1}}}},
+        ];
+        let of = |sources: Vec<Document>, targets: Vec<Document>, created: Vec<Document>| {
+            World::from([("s".to_owned(), sources), ("t".to_owned(), targets), ("e".to_owned(), created)])
+        };
+        let before = of(
+            vec![doc! {"_id": 1, "code": 7}],
+            vec![doc! {"_id": 1, "open": false, "a": 1}, doc! {"_id": 2, "open": true, "a": 1, "b": 1}],
+            vec![doc! {"_id": 7, "n": 1}, doc! {"_id": 8, "n": 0, "note": "mine"}],
+        );
+        let after = of(
+            Vec::new(),
+            vec![doc! {"_id": 1, "open": false, "a": 2, "b": 2}, doc! {"_id": 2, "open": true, "a": 2, "b": 2}],
+            Vec::new(),
+        );
+        let staying = Oracle::new(&rules, "d").unwrap().staying(&before).unwrap();
+        assert!(staying.iter().all(|staying| staying.difference(&before).is_none()));
+        let found: Vec<String> = staying.iter().filter_map(|staying| staying.difference(&after)).collect();
+        let places: Vec<&str> = found.iter().filter_map(|line| line.split(':').next()).collect();
+        assert_eq!(places, ["e 8 _id", "s 1 _id", "t 1 a", "t 2 b"]);
+    }
 }

@@ -29,7 +29,8 @@
 //!
 //! If the current value depends on the past (`keep`, `once`, a target outside `target.where`, a write that the server
 //! refuses, a circle in a tree), the oracle expects the stored value: it cannot tell a value that was kept correctly from one that was not.
-//! It checks `remove` and `delete` by documents that should be gone, not by documents that should still exist.
+//! It checks `remove` and `delete` by documents that should be gone, not by documents that should still exist. Some of both
+//! follow from the world at an earlier comparison: [`Oracle::staying`].
 
 mod accumulate;
 mod differences;
@@ -48,7 +49,7 @@ use std::collections::BTreeMap;
 use bson::Document;
 
 pub use differences::differences;
-pub use expected::{Expectation, Oracle, expected};
+pub use expected::{Expectation, Oracle, Staying, expected};
 pub use generate::{Generator, NOT_UTF8, Odd, Options, TOUCHED};
 pub use op::Op;
 pub use rule::Rule;
