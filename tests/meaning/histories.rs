@@ -345,11 +345,13 @@ impl Run {
     /// daemon starts.
     async fn histories(&self, first: u64, count: u64) {
         let test: TestDb = denormd_fixture::database().await;
-        self.histories_on(&test, first, count).await;
+        let (daemon, _) = self.histories_on(&test, first, count).await;
+        daemon.stop().await;
         touch::assert_with_a_value(&test).await;
     }
 
-    async fn histories_on(&self, test: &TestDb, first: u64, count: u64) {
+    /// Returns the daemon, which has applied everything, and the histories.
+    async fn histories_on(&self, test: &TestDb, first: u64, count: u64) -> (Daemon, Vec<History>) {
         let db = test.database();
         let mut histories: Vec<History> =
             (first..first + count).map(|seed| History::draw(seed, self.options, &test.name, self.reloads)).collect();
@@ -399,7 +401,7 @@ impl Run {
             failures.extend(self.settled(&db, &daemon, &histories).await);
             fail(test, &limits, round, failures).await;
         }
-        daemon.stop().await;
+        (daemon, histories)
     }
 
     /// The differences once everything is applied.
