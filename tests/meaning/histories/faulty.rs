@@ -17,7 +17,7 @@ use denormd::server::client;
 use denormd_engine::checkpoint::{fan_out, format, rule_record::RULES, store::POSITIONS};
 use denormd_fixture::TestDb;
 use denormd_model::clock;
-use denormd_oracle::{Odd, Options};
+use denormd_oracle::{Odd, Options, TOUCHED};
 use denormd_simulated::{Model, Server};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -280,6 +280,7 @@ impl Scale {
             at_rest(server, test).await?;
         }
         terms_rise(&server.model, state_of(&db).name())?;
+        times_rise(&server.model, &test.name, &histories)?;
         let struck: BTreeMap<Fault, u32> = of_cluster.struck.into_iter().chain(of_daemons.struck).collect();
         println!("{STRUCK}{}", serde_json::to_string(&struck).unwrap());
         Ok(())
@@ -555,6 +556,25 @@ fn terms_rise(model: &Model, state: &str) -> Result<()> {
             let deletions = terms.iter().filter(|term| term.is_none()).count();
             if collection == RULES && deletions > changes {
                 return Err(Failed::new(format!("{id} was deleted {deletions} times; partitions: {numbers:?}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Fails if a time of `touch` was replaced by an earlier one: the clock of a new primary may be behind.
+fn times_rise(model: &Model, database: &str, histories: &[History]) -> Result<()> {
+    let falls = |pair: &[Option<Bson>]| match pair {
+        [Some(Bson::DateTime(before)), Some(Bson::DateTime(after))] => after < before,
+        _ => false,
+    };
+    for history in histories {
+        for collection in history.generator.collections() {
+            for (id, times) in model.values(database, &collection, TOUCHED[0]) {
+                if times.windows(2).any(falls) {
+                    let text = format!("a time of {id} in `{collection}` goes back: {times:?}");
+                    return Err(Failed { seed: Some(history.seed), text });
+                }
             }
         }
     }

@@ -15,7 +15,7 @@ use denormd_engine::{
     reconcile::Context,
 };
 use denormd_fixture::TestDb;
-use denormd_oracle::{Odd, Options, differences};
+use denormd_oracle::{Odd, Options, TOUCHED, differences};
 use denormd_simulated::{Model, Server};
 use futures_util::{StreamExt, stream};
 use mongodb::Database;
@@ -153,6 +153,9 @@ impl Cluster {
         daemon.stop().await;
         // What the model does not know, `check` cannot read.
         if server.model.unknown().is_empty() {
+            // The first time inside a field creates the field.
+            let alone = server.model.alone(&test.name, &[TOUCHED[0], TOUCHED[1], "seen"]);
+            assert!(alone.is_empty(), "updates of nothing but the time: {alone:?}");
             for history in histories.iter_mut().filter(|history| history.seed.is_multiple_of(CHECKED)) {
                 check_finds_the_same(&test.database(), &context, history).await;
             }

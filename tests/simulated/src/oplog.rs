@@ -111,6 +111,30 @@ impl Model {
         }
         values
     }
+
+    /// Majority-committed updates that set nothing but these paths, right after another update of the document that set one of
+    /// them. After a change by somebody else, whatever else the update sets may already be there.
+    #[must_use]
+    pub fn alone(&self, database: &str, paths: &[&str]) -> Vec<String> {
+        let state = self.state();
+        let mut last: BTreeMap<(&str, String), bool> = BTreeMap::new();
+        let mut found = Vec::new();
+        for entry in state.oplog[..state.committed_length()].iter().filter(|entry| entry.database == database) {
+            let Some(id) = entry.id() else { continue };
+            let (among, others) = match &entry.change {
+                Change::Update { changes, .. } => {
+                    let among = changes.set.iter().filter(|(path, _)| paths.contains(&path.as_str())).count();
+                    (among, changes.set.len() - among + changes.unset.len() + changes.truncated.len())
+                }
+                _ => (0, 1),
+            };
+            let before = last.insert((entry.collection.as_str(), id.to_string()), among > 0);
+            if before == Some(true) && among > 0 && others == 0 {
+                found.push(format!("{} {id} at {}.{}", entry.collection, entry.time.time, entry.time.increment));
+            }
+        }
+        found
+    }
 }
 
 impl State {
