@@ -10,12 +10,18 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bson::{Bson, Document};
 use denormd_engine::{
-    jobs::check::{Check, Scope},
+    checkpoint::{requests::RequestedWork, rule_record::Retired},
+    jobs::{
+        check::{Check, Scope},
+        prune::retired,
+    },
     reconcile::Context,
 };
 use denormd_fixture::TestDb;
-use denormd_oracle::{Odd, Options, TOUCHED, differences};
+use denormd_model::field_path::value_at;
+use denormd_oracle::{Odd, Options, TOUCHED, World, differences, equal, matches};
 use denormd_simulated::{Model, Server};
 use futures_util::{StreamExt, stream};
 use mongodb::Database;
@@ -149,6 +155,9 @@ impl Cluster {
         let options = if rng.random_bool(0.25) { destroying } else { everything };
         let run = Run { partitions, reloads, limits: low_limits, ..Run::new(options) };
         let (daemon, mut histories) = run.histories_on(&test, first, count).await;
+        if reloads && server.model.unknown().is_empty() {
+            prune_takes_what_the_rules_wrote(&test.database(), daemon.context(), &histories).await;
+        }
         let context = daemon.context().whole();
         daemon.stop().await;
         // What the model does not know, `check` cannot read.
@@ -166,6 +175,40 @@ impl Cluster {
         }
         print_digest(&server, &test);
     }
+}
+
+/// Prunes the values of the rules that are gone, as `denormd prune` does.
+///
+/// # Panics
+///
+/// Panics if a document that the rule's `where` leaves out has lost its value, or another one has not.
+async fn prune_takes_what_the_rules_wrote(db: &Database, context: &Context, histories: &[History]) {
+    let (server, store) = (&context.server, context.state_of_deployment().await.unwrap());
+    let collections: Vec<String> = histories.iter().flat_map(|history| history.generator.collections()).collect();
+    for (name, record) in store.rules(server).await.unwrap() {
+        let retired = retired(&context.plan, &record, context.plan.named(&name).is_some());
+        if retired.is_empty() {
+            continue;
+        }
+        let before = world(db, &collections).await;
+        let asked = store.request(server, &name, &RequestedWork::Prune(retired.clone())).await.unwrap();
+        store.until_done(server, asked).await.unwrap();
+        let after = world(db, &collections).await;
+        for Retired { collection, path, filter } in retired.iter().filter(|retired| !retired.path.has_each()) {
+            let (_, collection) = collection.split_once('.').unwrap();
+            for document in before.get(collection).into_iter().flatten() {
+                let value = |of: &Document| value_at(of, path.segments()).map(|value| format!("{value:?}"));
+                let stays = filter.as_ref().is_some_and(|filter| !matches(document, filter).unwrap());
+                let left = of_same_id(&after, collection, document).and_then(value);
+                assert_eq!(left, value(document).filter(|_| stays), "`{name}`, {path} of {collection} {document}");
+            }
+        }
+    }
+}
+
+fn of_same_id<'a>(world: &'a World, collection: &str, document: &Document) -> Option<&'a Document> {
+    let id = |document: &Document| document.get("_id").cloned().unwrap_or(Bson::Null);
+    world.get(collection)?.iter().find(|other| equal(&id(other), &id(document)))
 }
 
 /// Plays up to three steps without a daemon. Then `denormd check` must find a difference where the oracle does.

@@ -52,6 +52,7 @@ pub use differences::differences;
 pub use expected::{Expectation, Oracle, Staying, expected};
 pub use generate::{Generator, NOT_UTF8, Odd, Options, TOUCHED};
 pub use op::Op;
+pub use query::matches;
 pub use rule::Rule;
 pub use value::{compare, equal, identical};
 
