@@ -280,13 +280,13 @@ impl Draw {
                 doc! {"findAndModify": collection, "query": filter, "update": update, "new": ordered, "upsert": self.below(2) == 0}
             }
             11 | 12 => {
-                let mut find = doc! {"find": collection, "filter": self.filter()};
+                let mut find = doc! {"find": collection, "filter": self.filter(), "collation": {"locale": "simple"}};
                 if self.below(2) == 0 {
                     find.insert("sort", doc! {self.pick(&["a", "n", "o.x"]): self.pick(&[1, -1]), "_id": 1});
                     find.insert("limit", self.random.random_range(1..5));
                 } else if self.below(3) == 0 {
                     find.insert("hint", doc! {"_id": 1});
-                    find.insert("min", doc! {"_id": self.id()});
+                    find.insert(self.pick(&["min", "max"]), doc! {"_id": self.id()});
                     find.insert("limit", self.random.random_range(1..5));
                 }
                 if self.below(2) == 0 {

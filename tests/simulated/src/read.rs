@@ -47,6 +47,7 @@ impl State {
             "singleBatch",
             "hint",
             "min",
+            "max",
             "allowDiskUse",
             "let",
             "noCursorTimeout",
@@ -67,13 +68,23 @@ impl State {
         } else {
             self.matching(&namespace, &filter, command.get("hint"))?.into_iter().cloned().collect()
         };
-        if let Ok(min) = command.get_document("min") {
-            let by_id = |document: &Document| document.len() == 1 && document.contains_key("_id");
-            if !(by_id(min) && command.get_document("hint").is_ok_and(by_id)) {
-                return Err(Failure::unknown("`min` of another index than that of `_id`"));
-            }
-            rows.retain(|row| compare(row.get("_id"), min.get("_id")).is_ge());
+        let of_id = |key: &Document| key.len() == 1 && key.contains_key("_id");
+        let by_id = command.get_document("hint").is_ok_and(of_id);
+        let [min, max] = ["min", "max"].map(|name| command.get_document(name).ok());
+        if min.into_iter().chain(max).any(|bound| !(by_id && of_id(bound))) {
+            return Err(Failure::unknown("`min` or `max` of another index than that of `_id`"));
         }
+        // A collection may have a collation of its own. Those of the daemon's state, which tests name so, have none.
+        let has_collation = command.contains_key("collation") || database.ends_with("_state");
+        if by_id && !has_collation && compares_text(&filter) {
+            return Err(Failure::unknown("a page that is filtered under the collection's own collation"));
+        }
+        let is_within = |row: &Document| {
+            let id = row.get("_id");
+            min.is_none_or(|min| compare(id, min.get("_id")).is_ge())
+                && max.is_none_or(|max| compare(id, max.get("_id")).is_lt())
+        };
+        rows.retain(is_within);
         match command.get_document("sort") {
             Ok(by) if by.get("$natural").and_then(number) == Some(-1) => rows.reverse(),
             Ok(by) if !by.is_empty() && !by.contains_key("$natural") => {
@@ -257,6 +268,10 @@ impl State {
                 rows
             }
             ("$group", _) => {
+                // By a mere field the server groups in its other engine, where the first of equal values is another one.
+                if argument.as_document().is_some_and(|group| matches!(group.get("_id"), Some(Bson::String(_)))) {
+                    rows.reverse();
+                }
                 // The server's groups have no order.
                 let mut groups = denormd_mql::stage(name, argument, rows, &self.data, database)?;
                 groups.shuffle(&mut self.random);
@@ -306,6 +321,26 @@ fn names_id(filter: &Document) -> bool {
     filter.iter().any(|(name, value)| name == "_id" || (name == "$and" && inner(value)))
 }
 
+/// True if a filter compares a field other than `_id` with a string: what it matches depends on the collation.
+fn compares_text(filter: &Document) -> bool {
+    filter.iter().any(|(name, condition)| match (name.as_str(), condition) {
+        ("_id" | "$expr", _) => false,
+        ("$and" | "$or" | "$nor", Bson::Array(clauses)) => {
+            clauses.iter().filter_map(Bson::as_document).any(compares_text)
+        }
+        _ => has_text(condition),
+    })
+}
+
+fn has_text(condition: &Bson) -> bool {
+    match condition {
+        Bson::String(_) => true,
+        Bson::Array(items) => items.iter().any(has_text),
+        Bson::Document(inner) => inner.iter().any(|(name, value)| name != "$type" && has_text(value)),
+        _ => false,
+    }
+}
+
 /// True if an option is given as true.
 pub fn is_set(options: &Document, name: &str) -> bool {
     options.get_bool(name).unwrap_or(false)
@@ -335,4 +370,42 @@ fn size(command: &Document, name: &str) -> Option<usize> {
 pub fn bytes(document: &Document) -> i64 {
     let raw = bson::RawDocumentBuf::try_from(document);
     raw.map_or(0, |raw| i64::try_from(raw.as_bytes().len()).unwrap_or_default())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that fails panics")]
+mod tests {
+    use bson::bson;
+
+    use super::*;
+    use crate::{Model, UNKNOWN};
+
+    #[tokio::test]
+    async fn a_page_that_is_filtered_by_text_has_a_collation() {
+        let model = Model::new(1);
+        for (database, more, expected) in [
+            ("d", doc! {"filter": {"kind": "a"}}, Some(UNKNOWN)),
+            ("d", doc! {"filter": {"$or": [{"n": 1}, {"kind": {"$nin": ["a"]}}]}}, Some(UNKNOWN)),
+            ("d", doc! {"filter": {"kind": "a"}, "collation": {"locale": "simple"}}, None),
+            ("d_state", doc! {"filter": {"kind": "a"}}, None),
+            ("d", doc! {"filter": {"_id": "a", "n": 1, "kind": {"$type": "string"}}}, None),
+        ] {
+            let mut find = doc! {"find": "c", "hint": {"_id": 1}, "$db": database};
+            find.extend(more);
+            assert_eq!(model.run(find.clone()).await.get_i32("code").ok(), expected, "{find}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_first_of_equal_values_depends_on_the_engine() {
+        let model = Model::new(1);
+        let documents = vec![doc! {"_id": 1, "k": 1, "n": 1}, doc! {"_id": 2, "k": 1, "n": 1.0}];
+        model.run(doc! {"insert": "c", "documents": documents, "$db": "d"}).await;
+        for (key, expected) in [(bson!(["$k"]), bson!(1)), (bson!("$k"), bson!(1.0))] {
+            let stages = vec![doc! {"$sort": {"_id": 1}}, doc! {"$group": {"_id": key, "n": {"$min": "$n"}}}];
+            let reply = model.run(doc! {"aggregate": "c", "pipeline": stages, "cursor": {}, "$db": "d"}).await;
+            let rows = reply.get_document("cursor").unwrap().get_array("firstBatch").unwrap();
+            assert_eq!(rows[0].as_document().unwrap().get("n"), Some(&expected));
+        }
+    }
 }
