@@ -325,7 +325,12 @@ impl Weather {
         let mut rate = |most: u32| if self.random.random() { self.random.random_range(0..most) } else { 0 };
         let (refused, cut_off, answer_lost, unconfirmed) = (rate(100), rate(50), rate(50), rate(100));
         let (delayed, cursors) = (rate(100), rate(100));
-        let longest = if self.random.random() { 100 } else { 3000 };
+        // After ten seconds a daemon no longer waits for a write of its state.
+        let longest = match self.random.random_range(0..8) {
+            0 => 15_000,
+            1..=3 => 3000,
+            _ => 100,
+        };
         Faults { refused, cut_off, answer_lost, unconfirmed, delayed, longest, cursors }
     }
 

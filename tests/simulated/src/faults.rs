@@ -6,6 +6,7 @@ use bson::{Document, doc};
 use rand::{Rng, seq::IndexedRandom};
 
 use crate::{
+    read::time_limit,
     replication::Connection,
     replies::Failure,
     state::{Cursor, Model, State},
@@ -30,7 +31,8 @@ pub struct Faults {
     pub answer_lost: u32,
     /// The write is applied, and the answer says that no majority has confirmed it.
     pub unconfirmed: u32,
-    /// The command runs late, also if its client has given up by then.
+    /// The command runs late, also if its client has given up by then. A write that would run after its time limit may exceed it
+    /// instead.
     pub delayed: u32,
     /// The longest delay in milliseconds.
     pub longest: u64,
@@ -47,6 +49,8 @@ pub enum Strike {
     AnswerLost,
     Unconfirmed(i32),
     Delayed(Duration),
+    /// A write exceeds its time limit; true if it takes effect.
+    TimedOut(Duration, bool),
 }
 
 impl Model {
@@ -164,7 +168,14 @@ impl State {
             "cut off" => Strike::CutOff,
             "answer lost" => Strike::AnswerLost,
             "unconfirmed" => Strike::Unconfirmed(*UNCONFIRMED.choose(&mut self.draws).unwrap_or(&64)),
-            "delayed" => Strike::Delayed(Duration::from_millis(self.draws.random_range(1..=faults.longest.max(1)))),
+            "delayed" => {
+                let time = Duration::from_millis(self.draws.random_range(1..=faults.longest.max(1)));
+                let limit = time_limit(command).map(|limit| Duration::from_millis(limit.unsigned_abs()));
+                match limit.filter(|limit| *limit < time && ["update", "delete"].contains(&name)) {
+                    Some(limit) if self.draws.random() => Strike::TimedOut(limit, self.draws.random()),
+                    _ => Strike::Delayed(time),
+                }
+            }
             _ => {
                 self.cursors.remove(&command.get_i64("getMore").unwrap_or_default());
                 Strike::Refused(self.failed(&CURSORS))
@@ -186,4 +197,28 @@ pub fn unconfirmed(mut reply: Document, code: i32) -> Document {
         reply.insert("writeConcernError", doc! {"code": code, "errmsg": "a fault of the simulation"});
     }
     reply
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_write_that_is_delayed_beyond_its_time_limit_may_exceed_it() {
+        let model = Model::new(1);
+        model.afflict("denormd", Faults { delayed: 1000, longest: 3000, ..Faults::default() });
+        let mut connection = model.connection(None);
+        "denormd".clone_into(&mut connection.program);
+        let strikes =
+            |command: Document| -> Vec<Strike> { (0..100).map(|_| model.strike(&connection, &command)).collect() };
+        let writes = strikes(doc! {"update": "c", "maxTimeMS": 1});
+        for takes_effect in [false, true] {
+            let is_so = |strike: &Strike| matches!(strike, Strike::TimedOut(_, effect) if *effect == takes_effect);
+            assert!(writes.iter().any(is_so));
+        }
+        let is_late = |strike: &Strike| matches!(strike, Strike::Delayed(_));
+        assert!(writes.iter().any(is_late));
+        assert!(strikes(doc! {"update": "c"}).iter().all(is_late));
+        assert!(strikes(doc! {"find": "c", "maxTimeMS": 1}).iter().all(is_late));
+    }
 }

@@ -362,6 +362,11 @@ pub fn number(value: &Bson) -> Option<i64> {
     }
 }
 
+/// The time limit of a command in milliseconds, if it has one.
+pub fn time_limit(command: &Document) -> Option<i64> {
+    command.get("maxTimeMS").and_then(number).filter(|limit| *limit > 0)
+}
+
 fn size(command: &Document, name: &str) -> Option<usize> {
     usize::try_from(number(command.get(name)?)?).ok()
 }

@@ -16,7 +16,7 @@ use denormd_mql::Collections;
 use tokio::time::Instant;
 
 use crate::{
-    read::number,
+    read::{number, time_limit},
     replies::{Failure, Result},
     state::{Meta, Model, State},
 };
@@ -199,7 +199,7 @@ impl State {
             self.noop();
         }
         let waits = is_majority(command) && self.committed_time() < after;
-        waits.then(|| command.get("maxTimeMS").and_then(number).filter(|limit| *limit > 0).unwrap_or(LONG))
+        waits.then(|| time_limit(command).unwrap_or(LONG))
     }
 
     /// Runs something on the data that a majority has, if replication is held back.

@@ -5,6 +5,8 @@ use denormd_mql::{EvalError, ZERO_STEP};
 
 /// The code of everything that the model does not know. No server has it.
 pub const UNKNOWN: i32 = 9_999_999;
+/// MaxTimeMSExpired.
+pub const TOO_LONG: i32 = 50;
 
 /// The error of a command or of one of its statements.
 #[derive(Debug, Clone, PartialEq)]
@@ -30,6 +32,7 @@ impl Failure {
             40 => "ConflictingUpdateOperators",
             43 => "CursorNotFound",
             48 => "NamespaceExists",
+            TOO_LONG => "MaxTimeMSExpired",
             66 => "ImmutableField",
             112 => "WriteConflict",
             251 => "NoSuchTransaction",
@@ -45,6 +48,11 @@ impl Failure {
     /// A command, an option, a stage or an operator that the model does not have.
     pub(crate) fn unknown(what: impl std::fmt::Display) -> Self {
         Self::new(UNKNOWN, format!("the simulated server does not know {what}"))
+    }
+
+    /// The command has exceeded its time limit.
+    pub(crate) fn too_long() -> Self {
+        Self::new(TOO_LONG, "operation exceeded time limit")
     }
 
     pub(crate) fn duplicate(namespace: &str, index: &Document, values: &Document) -> Self {

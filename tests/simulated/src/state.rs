@@ -261,7 +261,7 @@ impl State {
             _ => self.check_primary(member, command)?,
         }
         match self.waits_for_time(command) {
-            Some(_) if waited => return Err(Failure::new(50, "operation exceeded time limit")),
+            Some(_) if waited => return Err(Failure::too_long()),
             Some(limit) => return Ok(Progress::Wait(limit)),
             None => {}
         }

@@ -17,6 +17,7 @@ use crate::{
     Model,
     faults::{Strike, unconfirmed},
     replication::Connection,
+    replies::Failure,
     state::is_hello,
 };
 
@@ -140,6 +141,14 @@ async fn struck(model: &Model, connection: &Connection, command: &Document) -> O
         Strike::Delayed(time) => {
             tokio::time::sleep(time).await;
             model.answer(connection, command).await
+        }
+        Strike::TimedOut(limit, takes_effect) => {
+            if takes_effect {
+                model.answer(connection, command).await?;
+            }
+            tokio::time::sleep(limit).await;
+            let reply = model.state().signed(Failure::too_long().reply());
+            Some(reply)
         }
     }
 }
