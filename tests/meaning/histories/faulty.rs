@@ -100,6 +100,9 @@ pub struct Scale {
     pub overlaps: bool,
     /// The longest delay of a command or an answer, in milliseconds. Without one, all work would be done when a fault strikes.
     pub latency: u64,
+    /// Some collections are too large for the time limits of commands.
+    #[serde(default)]
+    pub large_collections: bool,
     pub faults: BTreeSet<Fault>,
 }
 
@@ -128,6 +131,7 @@ impl Scale {
         let [before, other] = [(); 2].map(|()| random.random_range(1..=3));
         let partitions = [before, if random.random() { other } else { before }];
         let latency = 2 << random.random_range(0..5);
+        let large_collections = random.random_bool(0.25);
         Self {
             seed: first,
             worlds: (first..first + worlds).collect(),
@@ -137,6 +141,7 @@ impl Scale {
             reloads: reload::is_on(),
             overlaps: random.random_bool(0.4),
             latency,
+            large_collections,
             faults: Fault::all(),
         }
     }
@@ -175,6 +180,9 @@ impl Scale {
         if self.rounds > 1 {
             out.push(Self { rounds: 1, ..self.clone() });
         }
+        if self.large_collections {
+            out.push(Self { large_collections: false, ..self.clone() });
+        }
         for fault in &self.faults {
             let faults = self.faults.iter().filter(|other| *other != fault).copied().collect();
             out.push(Self { faults, ..self.clone() });
@@ -192,6 +200,9 @@ impl Scale {
         let server = Server::start_set(Model::new(self.seed), 2).await.unwrap();
         server.model.set_latency(Duration::from_millis(self.latency));
         let test = TestDb::named(server.uri(), "app").await;
+        if self.large_collections {
+            server.model.set_large_collections(&test.name);
+        }
         let trace = Trace::new();
         let result = Box::pin(self.play(&server, &test, &trace)).await;
         let result = result.and(is_known(&server.model)).map_err(|failed| {
@@ -328,8 +339,10 @@ impl Scale {
         let rules: Vec<Document> = rules.collect();
         let rules =
             rules_as_json(&rules).replacen('[', &format!("[{MARKER}{}", if rules.is_empty() { "" } else { "," }), 1);
+        // A backfill of a large collection begins with pages that exceed an eighth of this time.
+        let reads = if self.large_collections { "read_timeout_seconds: 1, " } else { "" };
         let limits = low_limits(&mut StdRng::seed_from_u64(self.seed));
-        let limits = format!("limits: {{ write_timeout_seconds: 1, {limits}");
+        let limits = format!("limits: {{ write_timeout_seconds: 1, {reads}{limits}");
         config(test, &rules).replace("limits: { ", &limits)
     }
 

@@ -151,9 +151,13 @@ impl Cluster {
         let Self { first, count, partitions, reloads } = self;
         let server = Server::start_set(Model::new(first), 1).await.unwrap();
         let test = TestDb::named(server.uri(), "app").await;
-        let mut rng = StdRng::seed_from_u64(first);
-        let options = if rng.random_bool(0.25) { destroying } else { everything };
-        let run = Run { partitions, reloads, limits: low_limits, ..Run::new(options) };
+        let mut random = StdRng::seed_from_u64(first);
+        let options = if random.random_bool(0.25) { destroying } else { everything };
+        let mut run = Run { partitions, reloads, limits: low_limits, ..Run::new(options) };
+        if random.random_bool(0.25) {
+            server.model.set_large_collections(&test.name);
+            run.limits = |rng| format!("read_timeout_seconds: 1, write_timeout_seconds: 1, {}", low_limits(rng));
+        }
         let (daemon, mut histories) = run.histories_on(&test, first, count).await;
         if reloads && server.model.unknown().is_empty() {
             prune_takes_what_the_rules_wrote(&test.database(), daemon.context(), &histories).await;
@@ -341,4 +345,5 @@ fn clusters_of_a_run_differ() {
     assert!(has(&|scale| scale.partitions[0] != scale.partitions[1]));
     assert!([2, 32].iter().all(|most| has(&|scale| scale.latency == *most)));
     assert!([false, true].iter().all(|overlaps| has(&|scale| scale.overlaps == *overlaps)));
+    assert!([false, true].iter().all(|is| has(&|scale| scale.large_collections == *is)));
 }

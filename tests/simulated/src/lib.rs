@@ -10,6 +10,7 @@
 mod administration;
 mod diff;
 mod faults;
+mod large;
 mod oplog;
 mod projection;
 mod read;

@@ -7,7 +7,7 @@ use denormd_mql::{compare, matches};
 use rand::{Rng, seq::SliceRandom};
 
 use crate::{
-    projection,
+    large, projection,
     replies::{Failure, Result},
     state::{Cursor, Progress, State, bind, bind_filter, check_options, target},
     stream::Stream,
@@ -85,17 +85,31 @@ impl State {
                 && max.is_none_or(|max| compare(id, max.get("_id")).is_lt())
         };
         rows.retain(is_within);
+        let is_limited = self.is_limited(&namespace, command);
         match command.get_document("sort") {
             Ok(by) if by.get("$natural").and_then(number) == Some(-1) => rows.reverse(),
             Ok(by) if !by.is_empty() && !by.contains_key("$natural") => {
+                if is_limited && rows.len() > large::SORTED {
+                    return Err(Failure::too_long());
+                }
                 rows = self.stage("$sort", &by.clone().into(), rows, database)?;
             }
             _ => {}
         }
-        rows.drain(..size(command, "skip").unwrap_or(0).min(rows.len()));
+        let skip = size(command, "skip").unwrap_or(0);
+        rows.drain(..skip.min(rows.len()));
         let limit = command.get("limit").and_then(number).unwrap_or(0);
-        if limit != 0 {
-            rows.truncate(usize::try_from(limit.abs()).unwrap_or(usize::MAX));
+        let most = usize::try_from(limit.abs()).ok().filter(|most| *most > 0).unwrap_or(usize::MAX);
+        rows.truncate(most);
+        if is_limited && by_id && skip == 0 {
+            // A full page ends with its last document.
+            let end = rows.last().filter(|_| rows.len() == most);
+            let is_read = |row: &Document| {
+                is_within(row) && end.is_none_or(|end| compare(row.get("_id"), end.get("_id")).is_le())
+            };
+            if self.data.get(&namespace).into_iter().flatten().filter(|&row| is_read(row)).count() > large::READ {
+                return Err(Failure::too_long());
+            }
         }
         if let Ok(spec) = command.get_document("projection") {
             let bound = spec.iter().map(|(path, wanted)| (path.clone(), bind(wanted, &variables)));

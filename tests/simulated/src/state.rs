@@ -18,9 +18,9 @@ use tokio::{
 use crate::{
     faults::Faults,
     oplog::Entry,
-    read::is_set,
+    read::{is_set, time_limit},
     replication::{Connection, Held, Topology, is_majority, wants_majority},
-    replies::{Failure, Result, UNKNOWN},
+    replies::{Failure, Result, TOO_LONG, UNKNOWN},
     stream::Stream,
     transaction::Transaction,
 };
@@ -83,6 +83,8 @@ pub struct State {
     pub faults: (String, Faults),
     /// The longest delay of a command or an answer.
     pub latency: Duration,
+    /// The database with large collections.
+    pub large_collections: Option<String>,
     /// The names of all programs that have connected.
     pub programs: BTreeSet<String>,
     /// The programs whose commands are ignored.
@@ -139,6 +141,7 @@ impl Model {
             skew: 0,
             faults: (String::new(), Faults::default()),
             latency: Duration::ZERO,
+            large_collections: None,
             programs: BTreeSet::new(),
             ignored: BTreeSet::new(),
             disconnected: BTreeSet::new(),
@@ -203,7 +206,7 @@ impl Model {
             let changed = self.changed();
             tokio::pin!(changed);
             changed.as_mut().enable();
-            let wait = {
+            let (progress, last) = {
                 let mut state = self.state();
                 if !is_hello(command) && !state.is_open(connection) {
                     return None;
@@ -213,10 +216,18 @@ impl Model {
                 if state.last != before {
                     self.wake();
                 }
-                match progress {
-                    Progress::Done(reply) => return Some((reply, state.last)),
-                    Progress::Wait(millis) => millis,
+                (progress, state.last)
+            };
+            let wait = match progress {
+                Progress::Done(reply) => {
+                    // The time limit passes before the answer, unless the command has waited that long already.
+                    let takes_long = !waited && reply.get_i32("code").is_ok_and(|code| code == TOO_LONG);
+                    if let Some(limit) = time_limit(command).filter(|_| takes_long) {
+                        tokio::time::sleep(Duration::from_millis(limit.unsigned_abs())).await;
+                    }
+                    return Some((reply, last));
                 }
+                Progress::Wait(millis) => millis,
             };
             // Another change than those that the stream selects does not end the wait.
             let limit = Duration::from_millis(u64::try_from(wait).unwrap_or_default());

@@ -4,9 +4,10 @@ use bson::{Bson, Document, doc};
 use denormd_mql::{compare, matches};
 
 use crate::{
+    large,
     oplog::Change,
     read::{is_ordered, is_set},
-    replies::{Failure, Result},
+    replies::{Failure, Result, TOO_LONG},
     state::{State, bind_filter, check_options, target},
     update::{Outcome, Statement, check, with_id},
 };
@@ -113,11 +114,12 @@ impl State {
         check_options("update", command, &["updates", "ordered", "let", "bypassDocumentValidation"])?;
         let namespace = target(database, command)?;
         let variables = self.variables(command)?;
+        let most = if self.is_limited(&namespace, command) { large::MATCHED } else { usize::MAX };
         let (mut matched, mut modified) = (0, 0);
         let (mut errors, mut upserted) = (Vec::new(), Vec::new());
         for (nth, statement) in command.get_array("updates").into_iter().flatten().enumerate() {
             let Bson::Document(statement) = statement else { return Err(Failure::new(9, "a statement is a document")) };
-            match self.update_one(&namespace, statement, &variables) {
+            match self.update_one(&namespace, statement, &variables, most) {
                 Ok(done) => {
                     matched += done.matched;
                     modified += done.modified;
@@ -126,7 +128,7 @@ impl State {
                         upserted.push(doc! {"index": i32::try_from(nth).unwrap_or(i32::MAX), "_id": id});
                     }
                 }
-                Err(failure) if failure.code == crate::UNKNOWN => return Err(failure),
+                Err(failure) if [crate::UNKNOWN, TOO_LONG].contains(&failure.code) => return Err(failure),
                 Err(failure) => {
                     errors.push(failure.of_statement(nth));
                     if is_ordered(command) {
@@ -153,7 +155,14 @@ impl State {
         Ok(found.into_iter().filter_map(place).collect())
     }
 
-    fn update_one(&mut self, namespace: &str, statement: &Document, variables: &Document) -> Result<Updated> {
+    /// Fails if the statement matches more than `most` documents, once these are written.
+    fn update_one(
+        &mut self,
+        namespace: &str,
+        statement: &Document,
+        variables: &Document,
+        most: usize,
+    ) -> Result<Updated> {
         check_options("updates", statement, &["q", "u", "multi", "upsert", "arrayFilters", "hint", "c"])?;
         let query = statement.get_document("q").cloned().unwrap_or_default();
         let query = bind_filter(&query, variables);
@@ -173,6 +182,8 @@ impl State {
         if !is_set(statement, "multi") {
             places.truncate(1);
         }
+        let takes_too_long = places.len() > most;
+        places.truncate(most);
         let mut done = Updated::default();
         for at in &places {
             let before = self.data[namespace][*at].clone();
@@ -199,6 +210,9 @@ impl State {
                 rows[*at] = after;
             }
             self.emit(namespace, change);
+        }
+        if takes_too_long {
+            return Err(Failure::too_long());
         }
         if places.is_empty() && is_set(statement, "upsert") {
             let mut start = Document::new();
@@ -305,7 +319,7 @@ impl State {
                 statement.insert(name, value.clone());
             }
         }
-        let done = self.update_one(&namespace, &statement, &variables)?;
+        let done = self.update_one(&namespace, &statement, &variables, usize::MAX)?;
         let n = done.matched + i32::from(done.inserted.is_some());
         let mut last = doc! {"n": n, "updatedExisting": done.matched > 0};
         if let Some(id) = done.inserted {
