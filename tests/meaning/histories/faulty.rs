@@ -103,6 +103,9 @@ pub struct Scale {
     /// Some collections are too large for the time limits of commands.
     #[serde(default)]
     pub large_collections: bool,
+    /// Some change events are too large to be sent.
+    #[serde(default)]
+    pub large_events: bool,
     pub faults: BTreeSet<Fault>,
 }
 
@@ -131,7 +134,7 @@ impl Scale {
         let [before, other] = [(); 2].map(|()| random.random_range(1..=3));
         let partitions = [before, if random.random() { other } else { before }];
         let latency = 2 << random.random_range(0..5);
-        let large_collections = random.random_bool(0.25);
+        let [large_collections, large_events] = [(); 2].map(|()| random.random_bool(0.25));
         Self {
             seed: first,
             worlds: (first..first + worlds).collect(),
@@ -142,6 +145,7 @@ impl Scale {
             overlaps: random.random_bool(0.4),
             latency,
             large_collections,
+            large_events,
             faults: Fault::all(),
         }
     }
@@ -183,6 +187,9 @@ impl Scale {
         if self.large_collections {
             out.push(Self { large_collections: false, ..self.clone() });
         }
+        if self.large_events {
+            out.push(Self { large_events: false, ..self.clone() });
+        }
         for fault in &self.faults {
             let faults = self.faults.iter().filter(|other| *other != fault).copied().collect();
             out.push(Self { faults, ..self.clone() });
@@ -202,6 +209,9 @@ impl Scale {
         let test = TestDb::named(server.uri(), "app").await;
         if self.large_collections {
             server.model.set_large_collections(&test.name);
+        }
+        if self.large_events {
+            server.model.set_large_events(&test.name, true);
         }
         let trace = Trace::new();
         let result = Box::pin(self.play(&server, &test, &trace)).await;

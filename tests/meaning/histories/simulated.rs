@@ -151,12 +151,17 @@ impl Cluster {
         let Self { first, count, partitions, reloads } = self;
         let server = Server::start_set(Model::new(first), 1).await.unwrap();
         let test = TestDb::named(server.uri(), "app").await;
-        let mut random = StdRng::seed_from_u64(first);
+        // The limits are drawn from the same seed.
+        let mut random = StdRng::seed_from_u64(first ^ 0x6c61_7267);
         let options = if random.random_bool(0.25) { destroying } else { everything };
         let mut run = Run { partitions, reloads, limits: low_limits, ..Run::new(options) };
         if random.random_bool(0.25) {
             server.model.set_large_collections(&test.name);
             run.limits = |rng| format!("read_timeout_seconds: 1, write_timeout_seconds: 1, {}", low_limits(rng));
+        }
+        if random.random_bool(0.25) {
+            // The connections of the daemon are the test's own: none is closed.
+            server.model.set_large_events(&test.name, false);
         }
         let (daemon, mut histories) = run.histories_on(&test, first, count).await;
         if reloads && server.model.unknown().is_empty() {
@@ -345,5 +350,6 @@ fn clusters_of_a_run_differ() {
     assert!(has(&|scale| scale.partitions[0] != scale.partitions[1]));
     assert!([2, 32].iter().all(|most| has(&|scale| scale.latency == *most)));
     assert!([false, true].iter().all(|overlaps| has(&|scale| scale.overlaps == *overlaps)));
-    assert!([false, true].iter().all(|is| has(&|scale| scale.large_collections == *is)));
+    let large = |scale: &Scale| [scale.large_collections, scale.large_events];
+    assert!([[false, false], [false, true], [true, false]].iter().all(|is| has(&|scale| large(scale) == *is)));
 }

@@ -1,13 +1,16 @@
-//! Large collections, whose commands exceed their time limits.
+//! Large collections, whose commands exceed their time limits, and large events, which cannot be sent.
 //!
-//! Which collections are large follows from their names: the same command about the same documents always takes too long.
+//! What is large follows from names and times alone: the same command about the same documents always takes too long, and the
+//! same event is always too large.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use bson::Document;
 
 use crate::{
+    oplog::{Change, Entry},
     read::time_limit,
+    replies::{CLOSES, Failure},
     state::{Model, State},
 };
 
@@ -19,12 +22,20 @@ pub const SORTED: usize = 2;
 pub const MATCHED: usize = 2;
 /// One of this number of collections is large.
 const COLLECTIONS: u64 = 4;
+/// One of this number of events is large.
+const EVENTS: u64 = 100;
 
 impl Model {
     /// Makes some collections of a database large from now on: a command with a time limit exceeds it if it is about more than a
     /// few documents of theirs.
     pub fn set_large_collections(&self, database: &str) {
         self.state().large_collections = Some(database.to_owned());
+    }
+
+    /// Makes some inserts, updates and replacements in a database too large for a change stream from now on. If `closes` is true,
+    /// a half of them closes the connection instead of being an error.
+    pub fn set_large_events(&self, database: &str, closes: bool) {
+        self.state().large_events = Some((database.to_owned(), closes));
     }
 }
 
@@ -35,6 +46,18 @@ impl State {
         database.is_some_and(|database| self.large_collections.as_deref() == Some(database))
             && digest(namespace).is_multiple_of(COLLECTIONS)
             && time_limit(command).is_some()
+    }
+
+    /// The failure of a stream that is to send the event of this entry; None if the event is not too large.
+    pub fn too_large(&self, entry: &Entry) -> Option<Failure> {
+        let (database, closes) = self.large_events.as_ref()?;
+        let number = digest((entry.time.time, entry.time.increment, entry.nth));
+        let has_document = matches!(entry.change, Change::Insert(_) | Change::Replace { .. } | Change::Update { .. });
+        if entry.database != *database || !has_document || !number.is_multiple_of(EVENTS) {
+            return None;
+        }
+        let code = if *closes && (number / EVENTS).is_multiple_of(2) { CLOSES } else { 10334 };
+        Some(Failure::new(code, "the event is too large to be sent"))
     }
 }
 
@@ -93,5 +116,27 @@ mod tests {
         assert_eq!(reply.get_i32("code").unwrap(), 50);
         let written = model.run(doc! {"count": &name, "query": {"n": 1}, "$db": "d"}).await;
         assert_eq!(written.get_i32("n").unwrap(), 2);
+    }
+
+    #[tokio::test]
+    async fn a_large_event_is_sent_only_without_its_document() {
+        let model = Model::new(1);
+        model.set_large_events("d", true);
+        let begun = model.run(doc! {"ping": 1, "$db": "d"}).await.get_timestamp("operationTime").unwrap();
+        model.run(doc! {"insert": "c", "documents": [{"_id": 1}], "$db": "d"}).await;
+        let updates: Vec<Document> = (0..4000).map(|n| doc! {"q": {"_id": 1}, "u": {"$set": {"n": n}}}).collect();
+        model.run(doc! {"update": "c", "updates": updates, "$db": "d"}).await;
+        let failures: Vec<i32> = {
+            let state = model.state();
+            state.oplog.iter().filter_map(|entry| state.too_large(entry)).map(|failure| failure.code).collect()
+        };
+        assert!(failures.contains(&10334) && failures.contains(&CLOSES), "{failures:?}");
+        for (projection, passes) in [(doc! {"ns": 1}, false), (doc! {"unread": {"$literal": true}}, true)] {
+            let stages = vec![doc! {"$changeStream": {"startAtOperationTime": begun}}, doc! {"$project": projection}];
+            let opened = model.run(doc! {"aggregate": 1, "pipeline": stages, "cursor": {}, "$db": "d"}).await;
+            let id = opened.get_document("cursor").unwrap().get_i64("id").unwrap();
+            let more = doc! {"getMore": id, "collection": "$cmd.aggregate", "maxTimeMS": 1, "$db": "d"};
+            assert_eq!(model.run(more).await.contains_key("cursor"), passes);
+        }
     }
 }

@@ -5,6 +5,8 @@ use denormd_mql::{EvalError, ZERO_STEP};
 
 /// The code of everything that the model does not know. No server has it.
 pub const UNKNOWN: i32 = 9_999_999;
+/// The code of a failure in whose place the connection is closed. No server has it.
+pub const CLOSES: i32 = 9_999_998;
 /// MaxTimeMSExpired.
 pub const TOO_LONG: i32 = 50;
 
@@ -38,6 +40,7 @@ impl Failure {
             251 => "NoSuchTransaction",
             286 => "ChangeStreamHistoryLost",
             10107 => "NotWritablePrimary",
+            10334 => "BSONObjectTooLarge",
             11000 => "DuplicateKey",
             UNKNOWN => "Simulated",
             _ => "Location",

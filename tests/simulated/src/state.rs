@@ -20,7 +20,7 @@ use crate::{
     oplog::Entry,
     read::{is_set, time_limit},
     replication::{Connection, Held, Topology, is_majority, wants_majority},
-    replies::{Failure, Result, TOO_LONG, UNKNOWN},
+    replies::{CLOSES, Failure, Result, TOO_LONG, UNKNOWN},
     stream::Stream,
     transaction::Transaction,
 };
@@ -85,6 +85,8 @@ pub struct State {
     pub latency: Duration,
     /// The database with large collections.
     pub large_collections: Option<String>,
+    /// The database with large events, and true if some of them close the connection.
+    pub large_events: Option<(String, bool)>,
     /// The names of all programs that have connected.
     pub programs: BTreeSet<String>,
     /// The programs whose commands are ignored.
@@ -101,6 +103,8 @@ pub enum Progress {
     Done(Document),
     /// Waits for further oplog entries, at most for these milliseconds.
     Wait(i64),
+    /// Closes the connection.
+    Closed,
 }
 
 /// A MongoDB in memory. Clones share it.
@@ -142,6 +146,7 @@ impl Model {
             faults: (String::new(), Faults::default()),
             latency: Duration::ZERO,
             large_collections: None,
+            large_events: None,
             programs: BTreeSet::new(),
             ignored: BTreeSet::new(),
             disconnected: BTreeSet::new(),
@@ -228,6 +233,7 @@ impl Model {
                     return Some((reply, last));
                 }
                 Progress::Wait(millis) => millis,
+                Progress::Closed => return None,
             };
             // Another change than those that the stream selects does not end the wait.
             let limit = Duration::from_millis(u64::try_from(wait).unwrap_or_default());
@@ -249,7 +255,8 @@ impl State {
         let result = self.attempt(member, command, waited);
         let mut reply = match result {
             Ok(Progress::Done(reply)) => reply,
-            Ok(wait) => return wait,
+            Ok(other) => return other,
+            Err(failure) if failure.code == CLOSES => return Progress::Closed,
             Err(failure) => {
                 if failure.code == UNKNOWN && self.unknown.insert(failure.message().to_owned()) {
                     eprintln!("{} in {command}", failure.message());

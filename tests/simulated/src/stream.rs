@@ -199,9 +199,13 @@ impl State {
             if !stream.wants(entry) {
                 continue;
             }
-            let (place, invalidates) = (entry.place(), entry.invalidates(stream));
+            let (place, invalidates, too_large) = (entry.place(), entry.invalidates(stream), self.too_large(entry));
             let Some(event) = entry.event(stream) else { continue };
             let found = self.transformed(stream, event)?;
+            // Without its document, any event can be sent.
+            if let Some(failure) = too_large.filter(|_| found.iter().any(|event| !event.contains_key("unread"))) {
+                return Err(failure);
+            }
             if !found.is_empty() {
                 stream.place = place;
             }
