@@ -364,6 +364,9 @@ impl Run {
             }
         }
         let limits = (self.limits)(&mut StdRng::seed_from_u64(first));
+        if !limits.is_empty() {
+            println!("limits: {{ {limits}}}");
+        }
         let config = |histories: &[History], partitions: u32| {
             let rules: Vec<Document> = histories.iter().flat_map(scanning).collect();
             Self::config(test, &rules_as_json(&rules), &limits, partitions)

@@ -153,13 +153,17 @@ impl Cluster {
         let test = TestDb::named(server.uri(), "app").await;
         // The limits are drawn from the same seed.
         let mut random = StdRng::seed_from_u64(first ^ 0x6c61_7267);
-        let options = if random.random_bool(0.25) { destroying } else { everything };
+        let [destroys, large_collections, large_events] = [0.25, 0.25, 0.25].map(|share| random.random_bool(share));
+        println!(
+            "{self:?}, destroys: {destroys}, large collections: {large_collections}, large events: {large_events}"
+        );
+        let options = if destroys { destroying } else { everything };
         let mut run = Run { partitions, reloads, limits: low_limits, ..Run::new(options) };
-        if random.random_bool(0.25) {
+        if large_collections {
             server.model.set_large_collections(&test.name);
             run.limits = |rng| format!("read_timeout_seconds: 1, write_timeout_seconds: 1, {}", low_limits(rng));
         }
-        if random.random_bool(0.25) {
+        if large_events {
             // The connections of the daemon are the test's own: none is closed.
             server.model.set_large_events(&test.name, false);
         }
