@@ -111,6 +111,8 @@ async fn a_filter_means_the_same_under_a_default_collation() {
         .await;
     let rule = "name: ip, guard: off, on_drift: report, copy: { source: hosts, target: { collection: logs, where: { code: { $lt: a } } }, match: { host: _id }, set: { ip: $ip } }";
     let text = config(&test, &format!("  - {{ {rule} }}"));
+    let told = Program::new(&text).run(&["plan"]).await;
+    assert!(told.out.contains("ip: adds 1002, "), "{}\n{}", told.out, told.err);
     let daemon = Daemon::start_config(&text).await;
     daemon.settled().await;
     daemon.stop().await;

@@ -339,7 +339,7 @@ pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, at_
     let find = |filter: Document, limit: i64| {
         let mut command = doc! {
             "find": &target.collection, "filter": filter, "projection": projection(rule), "batchSize": page,
-            "maxTimeMS": READ,
+            "maxTimeMS": READ, "collation": read::simple_collation(),
         };
         if limit > 0 {
             command.insert("limit", limit);
@@ -361,6 +361,7 @@ pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, at_
                 "pipeline": [
                     {"$sample": {"size": size}}, {"$match": filter}, {"$limit": DRAWN}, {"$project": projection(rule)},
                 ],
+                "collation": read::simple_collation(),
             }
         };
         let drawn = counting.take(draw(DRAWN, mine), u64::MAX).await?;

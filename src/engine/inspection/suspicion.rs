@@ -9,7 +9,7 @@ mod places;
 
 use bson::{Document, doc};
 
-use crate::preflight;
+use crate::{preflight, reconcile::read::simple_collation};
 use denormd_model::{
     field_path::{FieldPath, Segment},
     namespace::Namespace,
@@ -183,6 +183,7 @@ async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>)
     stages.push(doc! {"$match": {"$expr": {"$lte": [{"$bsonSize": "$$ROOT"}, LARGEST]}}});
     let command = doc! {
         "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": TIMEOUT, "allowDiskUse": true,
+        "collation": simple_collation(),
     };
     match server.read(&namespace.database, command, ClusterTime::default()).await {
         Ok(rows) => Ok(Some(decoded(&rows)?)),
