@@ -119,8 +119,10 @@ impl Sum {
 
     fn add_double(&mut self, x: f64) {
         self.special += x;
-        let (x, rest) = exactly(x, self.rest);
-        let (sum, lost) = exactly(self.total, x);
+        // The server takes a step that is exact only if `x` is the larger one, and its result is part of what `$sum` means.
+        let larger = x + self.rest;
+        let rest = self.rest - (larger - x);
+        let (sum, lost) = exactly(self.total, larger);
         (self.total, self.rest) = (sum, rest + lost);
     }
 

@@ -664,6 +664,7 @@ async fn rare_cases_are_evaluated_as_a_server_does() {
     let cases = [
         bson!({"$add": [0.1, 976.0 / 7.0, "$other"]}),
         bson!({"$sum": [0.1, 976.0 / 7.0, "$other"]}),
+        bson!({"$sum": [5, 1e100, -1e100, 0.1, 0.1]}),
         bson!({"$add": ["$half", {"$sqrt": 117}, "$half"]}),
         bson!({"$sum": [{"$sum": ["$half", {"$literal": 5}, "$other"]}, {"$sum": ["$least"]}, {"$literal": 9_007_199_254_740_992.0}]}),
         bson!({"$multiply": ["$whole", i64::MIN, 0]}),
