@@ -19,7 +19,7 @@ pub fn accumulate(operator: &str, values: &[Option<Bson>]) -> Result<Bson, Strin
     Ok(match operator {
         "$sum" => sum(values),
         "$avg" => {
-            let numbers: Vec<&Bson> = values.iter().flatten().filter(|value| counts(Some(value))).collect();
+            let numbers = numbers(values);
             #[allow(clippy::cast_precision_loss)]
             let count = numbers.len() as f64;
             if numbers.is_empty() { Bson::Null } else { Bson::Double(add_up(&numbers) / count) }
@@ -55,30 +55,50 @@ pub fn of_nothing(operator: &str) -> Bson {
     }
 }
 
-/// Only numbers count. int32 sums stay int32 until they overflow into int64 and that into double; one double makes the
-/// sum a double.
-fn sum(values: &[Option<Bson>]) -> Bson {
-    let numbers: Vec<&Bson> = values.iter().flatten().filter(|value| counts(Some(value))).collect();
-    if numbers.iter().any(|value| matches!(value, Bson::Double(_))) {
-        return Bson::Double(add_up(&numbers));
-    }
-    let whole = numbers.iter().map(|value| i128::from(value.as_i64().or(value.as_i32().map(i64::from)).unwrap_or(0)));
-    integer(whole.sum(), numbers.iter().any(|value| matches!(value, Bson::Int64(_))))
+/// Only numbers count.
+fn numbers(values: &[Option<Bson>]) -> Vec<&Bson> {
+    values.iter().flatten().filter(|value| counts(Some(value))).collect()
 }
 
-/// The server sums in double-double: the error of each addition is carried along.
+/// int32 sums stay int32 until they overflow into int64 and that into double; one double makes the sum a double.
+fn sum(values: &[Option<Bson>]) -> Bson {
+    let numbers = numbers(values);
+    let whole = numbers.iter().map(|value| i128::from(value.as_i64().or(value.as_i32().map(i64::from)).unwrap_or(0)));
+    let whole: i128 = whole.sum();
+    if numbers.iter().any(|value| matches!(value, Bson::Double(_))) || i64::try_from(whole).is_err() {
+        return Bson::Double(add_up(&numbers));
+    }
+    integer(whole, numbers.iter().any(|value| matches!(value, Bson::Int64(_))))
+}
+
+/// The server's sum, which depends on the order: `DoubleDoubleSummation` in its `util/summation.h`. What rounding has lost
+/// is added to the next number, and left out of the result.
 fn add_up(numbers: &[&Bson]) -> f64 {
-    let (mut sum, mut carried, mut plain) = (0.0_f64, 0.0_f64, 0.0_f64);
-    for number in numbers {
-        let number = float(number);
-        plain += number;
-        let next = sum + number;
-        let other = next - sum;
-        carried += (sum - (next - other)) + (number - other);
+    let (mut sum, mut lost, mut plain) = (0.0_f64, 0.0_f64, 0.0_f64);
+    for term in numbers.iter().copied().flat_map(terms) {
+        plain += term;
+        let more = term + lost;
+        // The server takes this for exact. It is not where more was lost than is added.
+        let rest = lost - (more - term);
+        let next = sum + more;
+        let before = next - more;
+        lost = rest + ((sum - before) + (more - (next - before)));
         sum = next;
     }
-    // Infinities make the carried error NaN; then the plain sum is right.
-    if carried.is_finite() { sum + carried } else { plain }
+    // Infinities make it NaN; then the plain sum is right.
+    if sum.is_nan() { plain } else { sum }
+}
+
+/// A long has more digits than a double: the server adds its lower half, then its upper half.
+fn terms(number: &Bson) -> Vec<f64> {
+    const HALF: i64 = 1 << 32;
+    match number {
+        Bson::Int64(number) => {
+            let upper = *number / HALF * HALF;
+            [*number - upper, upper].map(|half| float(&Bson::Int64(half))).to_vec()
+        }
+        other => vec![float(other)],
+    }
 }
 
 #[cfg(test)]
@@ -99,7 +119,25 @@ mod tests {
         assert_eq!(of("$sum", &[Bson::Int64(i64::MAX), bson!(1)]), Bson::Double(9_223_372_036_854_775_808.0));
         assert_eq!(of("$sum", &[bson!(1), bson!(0.5)]), Bson::Double(1.5));
         assert_eq!(of("$sum", &[bson!("x")]), Bson::Int32(0));
-        assert_eq!(of("$sum", &[bson!(1e16), bson!(1.0), bson!(-1e16)]), Bson::Double(1.0));
+    }
+
+    /// The results of MongoDB 6.0.5.
+    #[test]
+    fn sums_of_doubles_depend_on_the_order() {
+        let [long, short] = [(1 << 53) + 1, -1].map(Bson::Int64);
+        for (numbers, expected) in [
+            (vec![bson!(1e100), bson!(-1e100), bson!(0.1)], 0.1),
+            (vec![bson!(1e100), bson!(0.1), bson!(-1e100)], 0.0),
+            (vec![bson!(5), bson!(1e100), bson!(-1e100), bson!(0.1), bson!(0.1)], 5.199_999_999_999_999),
+            (vec![bson!(4), bson!(1), bson!(1e100), long, bson!(-1e100), short], 9_007_199_254_740_998.0),
+            (vec![bson!(-64.571_428_571_428_57), bson!(-64.0), bson!(1900)], 1_771.428_571_428_571_6),
+            (vec![bson!(-64.571_428_571_428_57), bson!(-64.0), Bson::Int64(1900)], 1_771.428_571_428_571_3),
+        ] {
+            assert_eq!(of("$sum", &numbers), Bson::Double(expected), "{numbers:?}");
+            #[allow(clippy::cast_precision_loss)]
+            let count = numbers.len() as f64;
+            assert_eq!(of("$avg", &numbers), Bson::Double(expected / count), "{numbers:?}");
+        }
     }
 
     #[test]

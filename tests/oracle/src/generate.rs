@@ -138,6 +138,10 @@ pub struct Generator {
     shared: StdRng,
     /// True if this is such a world.
     is_shared: bool,
+    /// Draws rare values, in the same way.
+    rare: StdRng,
+    /// Numbers of this world whose sum depends on their order.
+    numbers: Vec<Bson>,
     options: Options,
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
@@ -219,6 +223,8 @@ impl Generator {
             beside: StdRng::seed_from_u64(seed ^ 0x6265_7369),
             shared: StdRng::seed_from_u64(seed ^ 0x7368_6172),
             is_shared: false,
+            rare: StdRng::seed_from_u64(seed ^ 0x7261_7265),
+            numbers: Vec::new(),
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
             options,
             scenarios: Vec::new(),
@@ -235,6 +241,7 @@ impl Generator {
         generator.options.failing |= generator.has(Odd::Failing);
         generator.draw_collations();
         generator.is_shared = generator.options.shared && generator.shared.random_bool(0.3);
+        generator.numbers = draw::numbers(&mut generator.rare);
         generator.draw_scenarios();
         generator.rules = (0..generator.scenarios.len()).map(|index| generator.draw_rule(index)).collect();
         if Oracle::new(&generator.rules, generator.database()).is_err() {

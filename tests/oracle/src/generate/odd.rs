@@ -194,8 +194,18 @@ impl Generator {
         odd_key(&mut self.rng, &odd).unwrap_or_else(|| draw::key(&mut self.rng))
     }
 
-    /// A value of a field that users own, of one of this world's kinds or of the usual ones.
+    /// A value of a field that users own.
     pub(super) fn draw_value(&mut self, field: &str) -> Bson {
+        // Drawn in any case: other draws of a seed stay as they were.
+        let usual = self.draw_usual_value(field);
+        match field {
+            "n" if self.rare.random_bool(0.5) => self.numbers.choose(&mut self.rare).cloned().unwrap_or(usual),
+            _ => usual,
+        }
+    }
+
+    /// A value of one of this world's kinds, or of the usual ones.
+    fn draw_usual_value(&mut self, field: &str) -> Bson {
         if field == "name" && self.has(Odd::Large) && self.large_left > 0 && self.rng.random_bool(0.1) {
             self.large_left -= 1;
             let size = LARGE.choose(&mut self.rng).copied().unwrap_or_default();
