@@ -246,7 +246,7 @@ impl Generator {
         generator.rules = (0..generator.scenarios.len()).map(|index| generator.draw_rule(index)).collect();
         if Oracle::new(&generator.rules, generator.database()).is_err() {
             // A sort by an array in which a rule writes makes a circle.
-            for body in generator.rules.iter_mut().flat_map(|rule| rule.get_document_mut("copy")) {
+            for body in generator.rules.iter_mut().filter_map(parts::body) {
                 if body.get_document("sort").is_ok_and(|sort| sort.contains_key("list")) {
                     body.insert("sort", doc! {"rank": 1});
                 }
@@ -418,7 +418,7 @@ impl Generator {
                 let element = self.draw_element(&scenario);
                 body.insert("element", element);
                 if self.rng.random_bool(0.5) {
-                    body.insert("slice", [-3, -2, -1, 1, 2, 3].choose(&mut self.rng).copied().unwrap_or(2));
+                    self.draw_slice(&scenario, &mut body);
                 }
             }
             Kind::Aggregate => {
@@ -525,6 +525,16 @@ impl Generator {
             2 if way > 0 => doc! {"list": way},
             2 => doc! {"list.x": way},
             _ => doc! {"rank": way},
+        }
+    }
+
+    /// Draws the number of elements that a `collect` rule keeps; the last ones often by an array.
+    fn draw_slice(&mut self, scenario: &Scenario, body: &mut Document) {
+        let slice = [-3, -2, -1, 1, 2, 3].choose(&mut self.rng).copied().unwrap_or(2);
+        body.insert("slice", slice);
+        if slice < 0 && !scenario.shape.is_array() && self.rare.random_bool(0.4) {
+            let path = ["list", "list.x"].choose(&mut self.rare).copied().unwrap_or("list");
+            body.insert("sort", doc! {path: if self.rare.random_bool(0.5) { 1 } else { -1 }});
         }
     }
 

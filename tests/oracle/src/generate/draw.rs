@@ -114,6 +114,10 @@ impl Generator {
                 element.insert(format!("o{number}{}", if into { "" } else { "_0" }), "stale");
             }
         }
+        // An element that is no document refers to nothing, and has no room for values.
+        if self.options.wrong_shapes && scenario.shape.is_array() && self.rare.random_bool(0.05) {
+            return pick(&mut self.rare, &[bson!(null), bson!(1), bson!("x")]);
+        }
         element
     }
 
@@ -335,13 +339,23 @@ pub(super) fn user_value(rng: &mut StdRng, field: &str) -> Bson {
                 bson!([{"x": 1}, {"x": "b"}, {"y": 1}]),
                 bson!([{"x": null}, 3]),
                 bson!([{"x": 1}, {"x": 2}, {"x": "1"}]),
+                bson!([{"x": 4}, {"x": 3.0}, {"x": Bson::Int64(2)}, {"x": 1}]),
                 bson!({"x": 1}),
                 bson!(null),
             ],
         ),
-        "tags" => {
-            pick(rng, &[bson!([]), bson!([1, "x"]), bson!([1, 2, "1", "2"]), bson!([[1]]), bson!(null), bson!("$tags")])
-        }
+        "tags" => pick(
+            rng,
+            &[
+                bson!([]),
+                bson!([1, "x"]),
+                bson!([1, 2, "1", "2"]),
+                bson!([4, 3.0, Bson::Int64(2), 1]),
+                bson!([[1]]),
+                bson!(null),
+                bson!("$tags"),
+            ],
+        ),
         "code" => {
             if rng.random_bool(0.05) {
                 return bson!([1]);

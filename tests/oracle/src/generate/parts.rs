@@ -38,7 +38,7 @@ fn collection(side: &Bson) -> Option<&str> {
 }
 
 /// The body of a rule.
-fn body(rule: &mut Document) -> Option<&mut Document> {
+pub(super) fn body(rule: &mut Document) -> Option<&mut Document> {
     let kind = ["copy", "collect", "aggregate"].into_iter().find(|kind| rule.contains_key(kind))?;
     rule.get_document_mut(kind).ok()
 }
