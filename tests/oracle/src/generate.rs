@@ -142,6 +142,8 @@ pub struct Generator {
     rare: StdRng,
     /// Numbers of this world whose sum depends on their order.
     numbers: Vec<Bson>,
+    /// True if codes are so long that documents with such an `_id` may share statements.
+    has_long_codes: bool,
     options: Options,
     collections: Vec<String>,
     scenarios: Vec<Scenario>,
@@ -225,6 +227,7 @@ impl Generator {
             is_shared: false,
             rare: StdRng::seed_from_u64(seed ^ 0x7261_7265),
             numbers: Vec::new(),
+            has_long_codes: false,
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
             options,
             scenarios: Vec::new(),

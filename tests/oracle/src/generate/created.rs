@@ -56,6 +56,7 @@ impl Generator {
             }
             self.rules.push(rule);
         }
+        self.has_long_codes = key == doc! {"_id": "code"} && self.rare.random_bool(0.5);
         self.created_key = Some(key);
     }
 
@@ -113,10 +114,16 @@ impl Generator {
         }
         let id = self.draw_created_id()?;
         let filter = doc! {"_id": id.clone()};
+        // Sometimes beside an owned path, in the field that holds it.
+        let parent = self.created_paths.first().and_then(|path| Some(path.split_once('.')?.0));
+        let note = match parent {
+            Some(parent) if self.rare.random_bool(0.5) => format!("{parent}.note"),
+            _ => "note".to_owned(),
+        };
         Some(match self.created.random_range(0..10) {
             0..=2 => Op::Delete { coll, filter },
-            3..=4 => Op::Update { coll, filter, update: doc! {"$set": {"note": "mine"}} },
-            5 => Op::Update { coll, filter, update: doc! {"$unset": {"note": ""}} },
+            3..=4 => Op::Update { coll, filter, update: doc! {"$set": {note: "mine"}} },
+            5 => Op::Update { coll, filter, update: doc! {"$unset": {note: ""}} },
             6 => Op::Replace { coll, filter, doc: doc! {"note": "mine"} },
             7 => Op::Replace { coll, filter, doc: doc! {} },
             8 if self.options.write_owned => {

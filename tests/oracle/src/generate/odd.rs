@@ -200,6 +200,7 @@ impl Generator {
         let usual = self.draw_usual_value(field);
         match field {
             "n" if self.rare.random_bool(0.5) => self.numbers.choose(&mut self.rare).cloned().unwrap_or(usual),
+            "code" if self.has_long_codes => format!("{:030}", self.rare.random_range(1..=4)).into(),
             // It matches no key, but a query for 1 finds it.
             "code" if self.rare.random_bool(0.05) => bson!([1]),
             _ => usual,
