@@ -132,7 +132,8 @@ pub struct Generator {
     created_key: Option<Document>,
     /// The paths that they own.
     created_paths: Vec<String>,
-    /// Draws `touch`, paths in elements and beside the array, and arrays on both sides, in the same way.
+    /// Draws `touch` and values at its paths, paths in elements and beside the array, and arrays on both sides, in the
+    /// same way.
     beside: StdRng,
     /// Draws worlds whose rules write the same targets, in the same way.
     shared: StdRng,

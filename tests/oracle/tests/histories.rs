@@ -120,7 +120,20 @@ fn every_odd_kind_is_drawn() {
         commands.push_str(&format!("{ops:?}"));
     }
     assert_eq!(seen.len(), Odd::ALL.len(), "{seen:?}");
-    for form in ["Drop", "Restore", "Rename", "PreImages", "MinKey", "MaxKey", "\\u{f8ff}", "\"old\""] {
+    for form in [
+        "Drop",
+        "Restore",
+        "Rename",
+        "PreImages",
+        "MinKey",
+        "MaxKey",
+        "\\u{f8ff}",
+        "\"old\"",
+        "1e100",
+        "0000001\"",
+        ".note\"",
+        "\"stamp\"",
+    ] {
         assert!(commands.contains(form), "{form}");
     }
 }

@@ -5,7 +5,7 @@ use rand::{Rng, seq::IndexedRandom};
 
 use super::{Generator, Held, Kind, Scenario};
 
-/// The paths that rules touch. No document has them at first.
+/// The paths that rules touch. A few documents have the first one when they are written.
 pub const TOUCHED: [&str; 2] = ["stamp", "seen.at"];
 
 impl Generator {

@@ -4,7 +4,7 @@ use bson::{Bson, DateTime, Document, bson, doc, oid::ObjectId};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
 use super::{
-    Generator, Scenario,
+    Generator, Scenario, TOUCHED,
     odd::{NOT_UTF8, Odd, odd_key},
     shape::tenant,
 };
@@ -42,6 +42,11 @@ impl Generator {
                     document.insert(field, stale);
                 }
             }
+        }
+        if self.beside.random_bool(0.05) {
+            // `touch` leaves such a value as it is, and the rule's values are written all the same.
+            let in_2100 = Bson::DateTime(DateTime::from_millis(4_102_444_800_000));
+            document.insert(TOUCHED[0], pick(&mut self.beside, &[in_2100, bson!("mine")]));
         }
         document
     }
