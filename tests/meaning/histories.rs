@@ -22,14 +22,14 @@ use std::{
 
 use bson::{Document, doc};
 use denormd_fixture::TestDb;
-use denormd_oracle::{Expectation, Generator, Odd, Op, Options, Oracle, Staying, World, differences, equal};
+use denormd_oracle::{Expectation, Generator, Odd, Op, Options, Oracle, Rule, Staying, World, differences, equal};
 use futures_util::{StreamExt, future::join_all, stream};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use tokio::time::Instant;
 
 use crate::support::{
-    daemon::{Daemon, PATIENCE, all, config, rules_as_json},
+    daemon::{Daemon, PATIENCE, all, config, rules_as_json, until},
     seeds::seeds,
 };
 use perform::{Form, create, perform, world};
@@ -67,6 +67,14 @@ struct History {
     pre_images: BTreeSet<String>,
     /// What has to stay since the last comparison, in documents that the application has not changed since.
     memory: RefCell<Vec<Staying>>,
+    first: FirstBackfill,
+}
+
+/// The documents of a history before and after the first backfill, if that was waited for.
+#[derive(Default)]
+struct FirstBackfill {
+    before: World,
+    after: World,
 }
 
 impl History {
@@ -93,7 +101,8 @@ impl History {
         }
         let oracle = Oracle::new(&rules, database).unwrap();
         let pre_images = generator.pre_images();
-        Self { seed, generator, oracle, rules, next, pre_images, memory: RefCell::default() }
+        let (memory, first) = (RefCell::default(), FirstBackfill::default());
+        Self { seed, generator, oracle, rules, next, pre_images, memory, first }
     }
 
     /// Takes over the rules of the next config.
@@ -101,6 +110,32 @@ impl History {
         std::mem::swap(&mut self.rules, &mut self.next);
         self.oracle = Oracle::new(&self.rules, self.generator.database()).unwrap();
         self.memory.get_mut().clear();
+    }
+
+    /// The other config: the former one, once it is replaced.
+    fn other(&self) -> Oracle {
+        Oracle::new(&self.next, self.generator.database()).unwrap()
+    }
+
+    /// The rules that keep the values that they overwrite at first, and that both configs have for the same targets: at another
+    /// target, a rule keeps values again, and these may be its own. A rule with `once` overwrites none. A rule of a tree may
+    /// write a document several times in its first backfill.
+    fn keeping(&self) -> Vec<&Rule> {
+        let keeps = |rule: &Rule| !rule.once && rule.tree.is_none();
+        let other = self.other();
+        let is_same = |rule: &Rule, other: &Rule| {
+            let targets = [rule, other].map(|rule| (&rule.target.collection, &rule.target.filter));
+            rule.name == other.name && targets[0] == targets[1] && keeps(other)
+        };
+        let lasts = |rule: &&Rule| other.rules().iter().any(|other| is_same(rule, other));
+        self.oracle.rules().iter().filter(|rule| keeps(rule)).filter(lasts).collect()
+    }
+
+    /// True if no other rule of either config writes to a collection of this rule.
+    fn is_alone(&self, rule: &Rule) -> bool {
+        let (other, own) = (self.other(), [&rule.source.collection, &rule.target.collection]);
+        let mut others = self.oracle.rules().iter().chain(other.rules()).filter(|other| other.name != rule.name);
+        !others.any(|other| own.contains(&&other.target.collection))
     }
 
     /// The options of a new collection. Half of the worlds get pre-images from `plan --apply`, and only where a rule
@@ -308,6 +343,17 @@ impl History {
     }
 }
 
+/// What happens to the first backfill before the first step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Start {
+    /// It runs while the steps are performed.
+    AtOnce,
+    /// It is waited for, and nothing changes meanwhile.
+    AfterBackfill,
+    /// The same, but the daemon crashes during it, and sources change before it starts again.
+    AfterCrash,
+}
+
 /// The parameters of a run.
 #[derive(Clone, Copy)]
 struct Run {
@@ -320,6 +366,7 @@ struct Run {
     repaired: bool,
     /// The most worlds under one daemon.
     at_once: u64,
+    start: Start,
     /// Another config is loaded in the middle.
     reloads: bool,
 }
@@ -332,6 +379,7 @@ impl Run {
             limits: |_| String::new(),
             repaired: false,
             at_once: 100,
+            start: Start::AtOnce,
             reloads: reload::is_on(),
         }
     }
@@ -371,7 +419,8 @@ impl Run {
             let rules: Vec<Document> = histories.iter().flat_map(scanning).collect();
             Self::config(test, &rules_as_json(&rules), &limits, partitions)
         };
-        let mut daemon = Daemon::start_config(&config(&histories, self.partitions[0])).await;
+        let text = config(&histories, self.partitions[0]);
+        let mut daemon = self.started(test, &text, &mut histories).await;
         for round in if self.reloads { 0..4 } else { 0..3 } {
             // Each history in its own order, all at once.
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
@@ -405,6 +454,41 @@ impl Run {
             fail(test, &limits, round, failures).await;
         }
         (daemon, histories)
+    }
+
+    /// Starts the daemon. If the first backfills are waited for, remembers the documents before and after them.
+    async fn started(&self, test: &TestDb, config: &str, histories: &mut [History]) -> Daemon {
+        if self.start == Start::AtOnce {
+            return Daemon::start_config(config).await;
+        }
+        let db = test.database();
+        for history in &mut *histories {
+            history.first.before = world(&db, &history.generator.collections()).await;
+        }
+        let mut daemon = Daemon::start_config(config).await;
+        if self.start == Start::AfterCrash {
+            let millis = StdRng::seed_from_u64(histories[0].seed ^ 0x6372_6173).random_range(0..1500);
+            tokio::time::sleep(Duration::from_millis(millis)).await;
+            daemon.kill();
+            // No rule writes this field.
+            for name in histories.iter().flat_map(|history| history.generator.collections()) {
+                let names = doc! {"q": {}, "u": {"$set": {"name": "another"}}, "multi": true};
+                db.run_command(doc! {"update": name, "updates": [names]}).await.unwrap();
+            }
+            daemon = Daemon::start_config(config).await;
+        }
+        daemon.settled().await;
+        // From then on, a rule keeps no value that it overwrites.
+        until("the first backfills are over", async || {
+            let rules = all(&test.beside("state"), "rules").await;
+            rules.iter().all(|rule| rule.get_document("keeping").is_err()).then_some(())
+        })
+        .await;
+        daemon.settled().await;
+        for history in histories {
+            history.first.after = world(&db, &history.generator.collections()).await;
+        }
+        daemon
     }
 
     /// The differences once everything is applied.

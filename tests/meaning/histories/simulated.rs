@@ -20,8 +20,11 @@ use denormd_engine::{
     reconcile::Context,
 };
 use denormd_fixture::TestDb;
-use denormd_model::field_path::value_at;
-use denormd_oracle::{Odd, Options, TOUCHED, World, differences, equal, matches};
+use denormd_model::{
+    clock,
+    field_path::{FieldPath, value_at},
+};
+use denormd_oracle::{Odd, Options, Rule, TOUCHED, World, differences, equal, matches};
 use denormd_simulated::{Model, Server};
 use futures_util::{StreamExt, stream};
 use mongodb::Database;
@@ -30,12 +33,12 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::{process::Command, time::timeout};
 
 use super::{
-    History, Run, Step,
+    History, Run, Start, Step,
     faulty::{Scale, simulate_and_shrink},
     perform::world,
     reload, seeds,
 };
-use crate::support::seeds::from_environment;
+use crate::support::{daemon::Daemon, seeds::from_environment};
 
 /// The odd kinds of worlds that the model knows.
 const KNOWN: &[Odd] = &[Odd::Empty, Odd::Collections, Odd::PreImages, Odd::Failing, Odd::Echo, Odd::EdgeIds];
@@ -52,6 +55,12 @@ const WORLDS: u64 = 5;
 const CHECKED: u64 = 5;
 /// The number of seeds from which every fault strikes.
 const ENOUGH: u64 = 200;
+/// The time limits of commands where collections may be large.
+const SHORT: &str = "read_timeout_seconds: 1, write_timeout_seconds: 1, ";
+/// The time by which the clock of a daemon is ahead of the server's in the end, in milliseconds: more than values are kept.
+const AHEAD: i64 = 8 * 86_400_000;
+/// The time after the start of a daemon in which it deletes the kept values that have expired.
+const EXPIRED: Duration = Duration::from_secs(11);
 
 fn everything(prefix: String) -> Options {
     Options { mixed_composite: true, id_parts: true, shared: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
@@ -153,15 +162,21 @@ impl Cluster {
         let test = TestDb::named(server.uri(), "app").await;
         // The limits are drawn from the same seed.
         let mut random = StdRng::seed_from_u64(first ^ 0x6c61_7267);
-        let [destroys, large_collections, large_events] = [0.25, 0.25, 0.25].map(|share| random.random_bool(share));
+        let [destroys, large_collections, large_events, waits, crashes] =
+            [0.25, 0.25, 0.25, 0.4, 0.4].map(|share| random.random_bool(share));
+        let start = match (waits, crashes) {
+            (false, _) => Start::AtOnce,
+            (true, false) => Start::AfterBackfill,
+            (true, true) => Start::AfterCrash,
+        };
         println!(
-            "{self:?}, destroys: {destroys}, large collections: {large_collections}, large events: {large_events}"
+            "{self:?}, destroys: {destroys}, large collections: {large_collections}, large events: {large_events}, start: {start:?}"
         );
         let options = if destroys { destroying } else { everything };
-        let mut run = Run { partitions, reloads, limits: low_limits, ..Run::new(options) };
+        let mut run = Run { partitions, start, reloads, limits: low_limits, ..Run::new(options) };
         if large_collections {
             server.model.set_large_collections(&test.name);
-            run.limits = |rng| format!("read_timeout_seconds: 1, write_timeout_seconds: 1, {}", low_limits(rng));
+            run.limits = |rng| format!("{SHORT}{}", low_limits(rng));
         }
         if large_events {
             // The connections of the daemon are the test's own: none is closed.
@@ -180,6 +195,9 @@ impl Cluster {
             assert!(alone.is_empty(), "updates of nothing but the time: {alone:?}");
             for history in histories.iter_mut().filter(|history| history.seed.is_multiple_of(CHECKED)) {
                 check_finds_the_same(&test.database(), &context, history).await;
+            }
+            if start != Start::AtOnce {
+                undo_puts_back_what_was_there(&run, &server, &test, &histories).await;
             }
         }
         let unknown = server.model.unknown();
@@ -215,6 +233,85 @@ async fn prune_takes_what_the_rules_wrote(db: &Database, context: &Context, hist
                 let left = of_same_id(&after, collection, document).and_then(value);
                 assert_eq!(left, value(document).filter(|_| stays), "`{name}`, {path} of {collection} {document}");
             }
+        }
+    }
+}
+
+/// Undoes the rules of the worlds whose documents existed before the start, and then prunes them, as `denormd undo` and
+/// `denormd prune` do. All rules have left the config, so nobody else writes.
+///
+/// # Panics
+///
+/// Panics if a value from before the rule has not come back where it has to, if another value has changed, or if `prune` removes
+/// what `undo` has put back.
+async fn undo_puts_back_what_was_there(run: &Run, server: &Server, test: &TestDb, histories: &[History]) {
+    // Kept values expire by the clock of the server.
+    let (begun, ahead) = (tokio::time::Instant::now(), clock::wall_millis() + AHEAD);
+    clock::simulate(move || ahead + clock::millis(begun.elapsed()));
+    server.model.elect(0, -AHEAD);
+    let daemon = Daemon::start_config(&Run::config(test, "[]", SHORT, run.partitions[1])).await;
+    tokio::time::sleep(EXPIRED).await;
+    let (db, context) = (test.database(), daemon.context());
+    let store = context.state_of_deployment().await.unwrap();
+    let ask = async |rule: &str, work: RequestedWork| {
+        let asked = store.request(&context.server, rule, &work).await.unwrap();
+        store.until_done(&context.server, asked).await.unwrap();
+    };
+    for history in histories.iter().filter(|history| history.seed.is_multiple_of(2)) {
+        let (rules, collections) = (history.keeping(), history.generator.collections());
+        let before = world(&db, &collections).await;
+        for rule in &rules {
+            ask(rule.name.as_str(), RequestedWork::Undo).await;
+        }
+        let undone = world(&db, &collections).await;
+        let records = store.rules(&context.server).await.unwrap();
+        for (name, record) in records.iter().filter(|(name, _)| rules.iter().any(|rule| rule.name == *name)) {
+            let retired = retired(&context.plan, record, false);
+            if !retired.is_empty() {
+                ask(name.as_str(), RequestedWork::Prune(retired)).await;
+            }
+        }
+        let pruned = world(&db, &collections).await;
+        for rule in rules {
+            let is_certain = run.start == Start::AfterBackfill && history.is_alone(rule);
+            assert_undone(history, rule, is_certain, [&before, &undone, &pruned]);
+        }
+    }
+    daemon.stop().await;
+}
+
+/// Compares the values of a rule before `undo`, after it, and after `prune`. Left out are paths with `$[]`, because elements move,
+/// and documents that are new or gone.
+///
+/// It is certain what comes back if each value was written once during the first backfill. Otherwise, because sources or the copies
+/// of another rule changed meanwhile, the record may describe an earlier value than the stored one. Then a first value comes back or
+/// the stored one stays, and nothing is known of a place without a first value: the rule may have kept a value of its own.
+///
+/// # Panics
+///
+/// Panics if a value differs.
+fn assert_undone(history: &History, rule: &Rule, is_certain: bool, [before, undone, pruned]: [&World; 3]) {
+    let collection = &rule.target.collection;
+    let paths = rule.owned().into_iter().map(|path| FieldPath::parse(&path.to_string()).unwrap());
+    for path in paths.filter(|path| !path.has_each()) {
+        for document in history.first.before.get(collection).into_iter().flatten() {
+            let in_world = |world| of_same_id(world, collection, document);
+            let Some(now) = in_world(before) else { continue };
+            let text = |of: &Document| value_at(of, path.segments()).map(|value| format!("{value:?}"));
+            let (first, stored) = (text(document), text(now));
+            let written = in_world(&history.first.after).map(text);
+            let [undone, pruned] = [undone, pruned].map(|world| in_world(world).and_then(text));
+            // A value comes back to the subdocument that it was in, if that is still there.
+            let outer = path.segments().split_last().map(|(_, outer)| outer).unwrap_or_default();
+            let has_place = outer.is_empty() || matches!(value_at(now, outer), Some(Bson::Document(_)));
+            let comes_back = first.is_some() && written.as_ref() == Some(&stored) && has_place;
+            let due = if comes_back { &first } else { &stored };
+            let may_differ = !is_certain && (first.is_none() || undone == first || undone == stored);
+            assert!(
+                (undone == *due || may_differ) && (undone == stored || pruned == undone),
+                "`{}`, {path} of {now}: at first {first:?}, then {written:?}, undone {undone:?}, pruned {pruned:?}",
+                rule.name
+            );
         }
     }
 }
