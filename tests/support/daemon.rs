@@ -273,6 +273,11 @@ impl Daemon {
     /// Waits until no rule is blocked for a source that exists and has documents, and agrees where too much would be lost.
     /// Returns true if there was such a rule.
     pub async fn sources_are_back(&self) -> bool {
+        self.sources_are_back_of("").await
+    }
+
+    /// The same for the rules whose names begin with `prefix`.
+    pub async fn sources_are_back_of(&self, prefix: &str) -> bool {
         let found = AtomicBool::new(false);
         for handle in &self.handles {
             let Context { server, plan, .. } = &*handle.context;
@@ -282,7 +287,7 @@ impl Daemon {
                 for (rule, state) in plan.rules.iter().zip(states.iter()) {
                     let source = &rule.source.namespace;
                     let source = server.database(&source.database).collection::<RawDocumentBuf>(&source.collection);
-                    if *state != RuleState::Blocked(BlockReason::SourceGone) {
+                    if *state != RuleState::Blocked(BlockReason::SourceGone) || !rule.name.starts_with(prefix) {
                         continue;
                     }
                     // A read fails if the collection is dropped at that time.
@@ -299,6 +304,14 @@ impl Daemon {
             .await;
         }
         found.into_inner()
+    }
+
+    /// True if a rule would lose more than a tenth of its values if it ran.
+    pub async fn would_lose(&self, rule: &str) -> bool {
+        let whole = self.context().whole();
+        let rule = whole.plan.named(rule).unwrap();
+        let found = until("the losses are counted", async || losses(&whole, rule).await.ok()).await;
+        found.counted && found.losing * 10 > found.holding
     }
 
     /// True if a rule is blocked because its source is gone.
