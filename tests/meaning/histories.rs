@@ -22,6 +22,7 @@ use std::{
 
 use bson::{Document, doc};
 use denormd_fixture::TestDb;
+use denormd_model::position::ClusterTime;
 use denormd_oracle::{Expectation, Generator, Odd, Op, Options, Oracle, Rule, Staying, World, differences, equal};
 use futures_util::{StreamExt, future::join_all, stream};
 use mongodb::Database;
@@ -70,11 +71,12 @@ struct History {
     first: FirstBackfill,
 }
 
-/// The documents of a history before and after the first backfill, if that was waited for.
+/// The documents of a history before and after the first backfill, and the time of its end, if that was waited for.
 #[derive(Default)]
 struct FirstBackfill {
     before: World,
     after: World,
+    end: ClusterTime,
 }
 
 impl History {
@@ -494,7 +496,7 @@ impl Run {
         (daemon, histories)
     }
 
-    /// Starts the daemon. If the first backfills are waited for, remembers the documents before and after them.
+    /// Starts the daemon. If the first backfills are waited for, remembers them.
     async fn started(&self, test: &TestDb, config: &str, histories: &mut [History]) -> Daemon {
         if self.start == Start::AtOnce {
             return Daemon::start_config(config).await;
@@ -523,8 +525,10 @@ impl Run {
         })
         .await;
         daemon.settled().await;
+        let end = daemon.context().server.operation_time().await.unwrap();
         for history in histories {
-            history.first.after = world(&db, &history.generator.collections()).await;
+            let after = world(&db, &history.generator.collections()).await;
+            (history.first.after, history.first.end) = (after, end);
         }
         daemon
     }

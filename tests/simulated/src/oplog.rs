@@ -112,6 +112,21 @@ impl Model {
         values
     }
 
+    /// The number of majority-committed updates of each document up to a time, by `_id`.
+    #[must_use]
+    pub fn updates(&self, database: &str, collection: &str, until: Timestamp) -> BTreeMap<String, usize> {
+        let state = self.state();
+        let mut updates: BTreeMap<String, usize> = BTreeMap::new();
+        for entry in state.oplog[..state.committed_length()].iter().filter(|entry| entry.time <= until) {
+            let is_there = entry.database == database && entry.collection == collection;
+            if is_there && let (Change::Update { .. } | Change::Replace { .. }, Some(id)) = (&entry.change, entry.id())
+            {
+                *updates.entry(id.to_string()).or_default() += 1;
+            }
+        }
+        updates
+    }
+
     /// Majority-committed updates that set nothing but these paths, right after another update of the document that set one of
     /// them. After a change by somebody else, whatever else the update sets may already be there.
     #[must_use]
