@@ -22,7 +22,7 @@ use std::{
 
 use bson::{Document, doc};
 use denormd_fixture::TestDb;
-use denormd_model::position::ClusterTime;
+use denormd_model::{position::ClusterTime, rule_state::BlockReason};
 use denormd_oracle::{Expectation, Generator, Odd, Op, Options, Oracle, Rule, Staying, World, differences, equal};
 use futures_util::{StreamExt, future::join_all, stream};
 use mongodb::Database;
@@ -296,6 +296,11 @@ impl History {
             daemon.settled().await;
             found = self.check_with_memory(db).await;
         }
+        let again = self.agree_to_removals(daemon).await;
+        if !again.is_empty() {
+            return again;
+        }
+        found = self.check_with_memory(db).await;
         // Without its source a rule writes nothing, whatever happens to its targets.
         if found.is_empty() || self.lacks_source(daemon) {
             return Vec::new();
@@ -303,10 +308,37 @@ impl History {
         for rule in scanning(self) {
             if daemon.retry_dead_letters(rule.get_str("name").unwrap()).await {
                 daemon.settled().await;
+                let again = self.agree_to_removals(daemon).await;
+                if !again.is_empty() {
+                    return again;
+                }
                 found = self.check_with_memory(db).await;
             }
         }
         found
+    }
+
+    /// Agrees to the removals of the rules that the removal limit blocks, until there are none. Returns those that are blocked again
+    /// although nothing has changed since: an agreement is for the whole backfill. Other rules, and a tree, may change what a
+    /// rule reads.
+    async fn agree_to_removals(&self, daemon: &Daemon) -> Vec<String> {
+        let mut agreed = BTreeSet::new();
+        loop {
+            let is_blocked = |rule: &&Rule| daemon.is_blocked(&rule.name, &BlockReason::RemovalLimit);
+            let blocked: Vec<&Rule> = self.oracle.rules().iter().filter(is_blocked).collect();
+            if blocked.is_empty() {
+                return Vec::new();
+            }
+            for rule in blocked {
+                if !agreed.insert(&rule.name) && rule.tree.is_none() && self.is_alone(rule) {
+                    return vec![format!("the removal limit blocks {} again, after an agreement", rule.name)];
+                }
+                daemon.ask(&rule.name).await;
+            }
+            // The leader reads an agreement within a second.
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            daemon.settled().await;
+        }
     }
 
     /// True if a rule is blocked because its source is gone.

@@ -316,17 +316,21 @@ impl Daemon {
 
     /// True if a rule is blocked because its source is gone.
     pub fn lacks_source(&self, rule: &str) -> bool {
+        self.is_blocked(rule, &BlockReason::SourceGone)
+    }
+
+    /// True if a rule is blocked for this reason.
+    pub fn is_blocked(&self, rule: &str, reason: &BlockReason) -> bool {
         let is = |handle: &Handle| {
             let states = handle.context.published.borrow().states.clone();
-            let rules = handle.context.plan.rules.iter().zip(states.iter());
-            rules
-                .into_iter()
-                .any(|(one, state)| one.name == rule && *state == RuleState::Blocked(BlockReason::SourceGone))
+            let mut rules = handle.context.plan.rules.iter().zip(states.iter());
+            rules.any(|(one, state)| one.name == rule && *state == RuleState::Blocked(reason.clone()))
         };
         self.handles.iter().any(is)
     }
 
-    /// Retries the dead letters of a rule, and waits for the end of the retries. Returns true if there were any.
+    /// Retries the dead letters of a rule, and waits for the end of the retries, or until they exceed the removal limit. Returns true
+    /// if there were any.
     pub async fn retry_dead_letters(&self, rule: &str) -> bool {
         let chosen = Chosen { rule: Some(rule.to_owned()), ..Chosen::default() };
         let mut found = false;
@@ -335,7 +339,8 @@ impl Daemon {
             found |= dead_letters.count(server, &chosen).await.unwrap() > 0;
             let asked = dead_letters.ask(server, &chosen).await.unwrap();
             until("the dead letters have been tried", || async {
-                (dead_letters.untried(server, &chosen, asked).await.unwrap() == 0).then_some(())
+                let are_tried = dead_letters.untried(server, &chosen, asked).await.unwrap() == 0;
+                (are_tried || self.is_blocked(rule, &BlockReason::RemovalLimit)).then_some(())
             })
             .await;
         }

@@ -162,21 +162,25 @@ impl Cluster {
         let test = TestDb::named(server.uri(), "app").await;
         // The limits are drawn from the same seed.
         let mut random = StdRng::seed_from_u64(first ^ 0x6c61_7267);
-        let [destroys, large_collections, large_events, waits, crashes] =
-            [0.25, 0.25, 0.25, 0.4, 0.4].map(|share| random.random_bool(share));
+        let [destroys, large_collections, large_events, waits, crashes, few_removals] =
+            [0.25, 0.25, 0.25, 0.4, 0.4, 0.15].map(|share| random.random_bool(share));
         let start = match (waits, crashes) {
             (false, _) => Start::AtOnce,
             (true, false) => Start::AfterBackfill,
             (true, true) => Start::AfterCrash,
         };
         println!(
-            "{self:?}, destroys: {destroys}, large collections: {large_collections}, large events: {large_events}, start: {start:?}"
+            "{self:?}, destroys: {destroys}, few removals: {few_removals}, start: {start:?}, \
+             large collections: {large_collections}, large events: {large_events}"
         );
         let options = if destroys { destroying } else { everything };
         let mut run = Run { partitions, start, reloads, limits: low_limits, ..Run::new(options) };
         if large_collections {
             server.model.set_large_collections(&test.name);
             run.limits = |rng| format!("{SHORT}{}", low_limits(rng));
+        } else if few_removals {
+            run.limits =
+                |rng: &mut StdRng| format!("destroy_per_hour: {}, {}", rng.random_range(1..=3), low_limits(rng));
         }
         if large_events {
             // The connections of the daemon are the test's own: none is closed.
