@@ -15,6 +15,8 @@ pub struct Entry {
     pub time: Timestamp,
     /// Its place among the entries of one transaction, which share a time.
     pub nth: u32,
+    /// The number of the transaction that it is part of.
+    pub transaction: Option<i64>,
     /// The wall clock, in milliseconds since 1970.
     pub wall: i64,
     pub database: String,
@@ -51,7 +53,8 @@ pub enum Change {
 
 impl Entry {
     pub fn start(time: Timestamp, wall: i64) -> Self {
-        Self { time, nth: 0, wall, database: String::new(), collection: String::new(), change: Change::Noop }
+        let (database, collection) = (String::new(), String::new());
+        Self { time, nth: 0, transaction: None, wall, database, collection, change: Change::Noop }
     }
 
     /// The `_id` of the document that it changes.
@@ -156,7 +159,8 @@ impl State {
     pub fn emit(&mut self, namespace: &str, change: Change) {
         let (database, collection) = namespace.split_once('.').unwrap_or((namespace, ""));
         let (database, collection) = (database.to_owned(), collection.to_owned());
-        let entry = Entry { time: self.last, nth: 0, wall: self.millis(), database, collection, change };
+        let (time, wall) = (self.last, self.millis());
+        let entry = Entry { time, nth: 0, transaction: None, wall, database, collection, change };
         match &mut self.buffered {
             Some(buffered) => buffered.push(entry),
             None => self.append(vec![entry]),

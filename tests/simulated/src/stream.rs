@@ -1,6 +1,7 @@
 //! Change streams.
 
 use bson::{Bson, DateTime, Document, Timestamp, doc};
+use rand::Rng;
 
 use crate::{
     diff::Changes,
@@ -143,6 +144,9 @@ impl Entry {
         if let Change::Rename { to: (database, collection), .. } = &self.change {
             event.insert("to", doc! {"db": database, "coll": collection});
         }
+        if let Some(number) = self.transaction {
+            event.insert("txnNumber", number);
+        }
         if let Some(id) = self.id() {
             event.insert("documentKey", doc! {"_id": id.clone()});
         }
@@ -200,6 +204,7 @@ impl State {
                 continue;
             }
             let (place, invalidates, too_large) = (entry.place(), entry.invalidates(stream), self.too_large(entry));
+            let is_of_transaction = entry.transaction.is_some();
             let Some(event) = entry.event(stream) else { continue };
             let found = self.transformed(stream, event)?;
             // Without its document, any event can be sent.
@@ -212,6 +217,10 @@ impl State {
             out.extend(found);
             if invalidates {
                 stream.invalidate = Some(place);
+            }
+            // As where the next one does not fit: a batch may end between two changes of a transaction.
+            if is_of_transaction && !out.is_empty() && self.draws.random() {
+                break;
             }
         }
         Ok(out)
@@ -247,6 +256,8 @@ impl Changes {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that fails panics")]
 mod tests {
+    use bson::{Binary, spec::BinarySubtype};
+
     use super::*;
     use crate::Model;
 
@@ -286,5 +297,33 @@ mod tests {
         let lost = open(&model, doc! {"resumeAfter": token(&first)}).await;
         assert_eq!(lost.get_i32("code").unwrap(), 286, "{lost}");
         assert!(open(&model, doc! {"resumeAfter": token(&resumed)}).await.contains_key("cursor"));
+    }
+
+    #[tokio::test]
+    async fn a_batch_may_end_between_two_changes_of_a_transaction() {
+        let model = Model::new(1);
+        let stream = open(&model, doc! {}).await.get_document("cursor").unwrap().get_i64("id").unwrap();
+        let session = Binary { subtype: BinarySubtype::Uuid, bytes: vec![1; 16] };
+        let documents: Vec<Document> = (0..20).map(|id| doc! {"_id": id}).collect();
+        let insert = doc! {"insert": "c", "documents": documents, "startTransaction": true};
+        for mut command in [insert, doc! {"commitTransaction": 1}] {
+            command.extend(doc! {"lsid": {"id": &session}, "txnNumber": 7_i64, "autocommit": false, "$db": "d"});
+            let reply = model.run(command).await;
+            assert!(reply.get_f64("ok").unwrap() > 0.0, "{reply}");
+        }
+        let (mut batches, mut seen) = (0, Vec::new());
+        loop {
+            let more = doc! {"getMore": stream, "collection": "c", "maxTimeMS": 1, "$db": "d"};
+            let reply = model.run(more).await;
+            let events = reply.get_document("cursor").unwrap().get_array("nextBatch").unwrap();
+            if events.is_empty() {
+                break;
+            }
+            batches += 1;
+            seen.extend(events.iter().filter_map(Bson::as_document).cloned());
+        }
+        assert!(batches > 1 && seen.len() == 20, "{batches} batches: {seen:?}");
+        let is_same = |event: &Document| event.get("clusterTime") == seen[0].get("clusterTime");
+        assert!(seen.iter().all(|event| is_same(event) && event.get_i64("txnNumber").unwrap() == 7));
     }
 }

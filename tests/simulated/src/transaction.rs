@@ -61,8 +61,9 @@ impl State {
         let result = self.dispatch(command, waited);
         transaction.entries = self.buffered.take().unwrap_or_default();
         std::mem::swap(&mut self.data, &mut transaction.data);
-        // An error ends a transaction.
-        if result.is_ok() {
+        // An error ends a transaction, that of a single statement as well.
+        let is_refused = matches!(&result, Ok(Progress::Done(reply)) if reply.contains_key("writeErrors"));
+        if result.is_ok() && !is_refused {
             self.transactions.insert(session, transaction);
         }
         result
@@ -96,7 +97,9 @@ impl State {
             }
         }
         if !transaction.entries.is_empty() {
-            self.append(transaction.entries);
+            let number = Some(transaction.number);
+            let entries = transaction.entries.into_iter().map(|entry| Entry { transaction: number, ..entry });
+            self.append(entries.collect());
         }
         Ok(())
     }
