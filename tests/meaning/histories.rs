@@ -80,7 +80,7 @@ struct FirstBackfill {
 }
 
 impl History {
-    fn draw(seed: u64, options: fn(String) -> Options, database: &str, reloads: bool) -> Self {
+    fn draw(seed: u64, options: impl Fn(String) -> Options, database: &str, reloads: bool) -> Self {
         let mut options = options(format!("w{seed}_"));
         database.clone_into(&mut options.database);
         let mut generator = Generator::with_options(seed, options);

@@ -17,7 +17,7 @@ use denormd::server::client;
 use denormd_engine::checkpoint::{fan_out, format, rule_record::RULES, store::POSITIONS};
 use denormd_fixture::TestDb;
 use denormd_model::clock;
-use denormd_oracle::{Odd, Options, TOUCHED};
+use denormd_oracle::{Odd, Op, Options, TOUCHED};
 use denormd_simulated::{Model, Server};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -41,6 +41,8 @@ const MARKER: &str = "{\"name\": \"marker\", \"adopt\": true, \"guard\": \"off\"
                       \"match\": {\"marker\": \"_id\"}, \"set\": {\"n\": \"$n\"}}}";
 /// Number of markers: each partition has some.
 const MARKERS: i32 = 6;
+/// Of so many writes of a marker, one is a transaction that writes all of them.
+const TOGETHER: usize = 7;
 /// The number of lines to show of the output of a process that failed.
 const LINES: usize = 400;
 /// The prefix of the line that names the diverging world.
@@ -125,6 +127,9 @@ impl Failed {
 
 type Result<T, E = Failed> = std::result::Result<T, E>;
 
+/// A marker, what was written into it, and the time of the write.
+type Written = (i32, i32, Timestamp);
+
 impl Scale {
     /// The dimensions for these worlds, drawn from the first one's seed.
     pub fn draw(first: u64, worlds: u64) -> Self {
@@ -148,6 +153,18 @@ impl Scale {
             large_events,
             faults: Fault::all(),
         }
+    }
+
+    /// True if no rule reads what another one writes, by the seed. For a chain of rules, `wait` waits for later changes as well,
+    /// which hides that an earlier one was not waited for.
+    fn is_without_chains(&self) -> bool {
+        StdRng::seed_from_u64(self.seed ^ 0x6368_6169).random_bool(0.25)
+    }
+
+    fn world(&self, seed: u64, database: &str) -> History {
+        let chains = !self.is_without_chains();
+        let options = |prefix| Options { chains, trees: chains, ..options(seed)(prefix) };
+        History::draw(seed, options, database, self.reloads)
     }
 
     /// Runs it in a process of its own, so that it can be replayed exactly. Returns the output.
@@ -237,8 +254,7 @@ impl Scale {
 
     async fn play(&self, server: &Server, test: &TestDb, trace: &Trace) -> Result<()> {
         let db = test.database();
-        let mut histories: Vec<History> =
-            self.worlds.iter().map(|seed| History::draw(*seed, options(*seed), &test.name, self.reloads)).collect();
+        let mut histories: Vec<History> = self.worlds.iter().map(|seed| self.world(*seed, &test.name)).collect();
         prepare(&db, &mut histories).await;
         let mut daemons = self.start(server, test, &histories).await;
         let addresses: Vec<SocketAddr> = daemons.iter().map(|daemon| daemon.address).collect();
@@ -394,36 +410,58 @@ async fn play(
     configured: &AtomicBool,
     trace: &Trace,
 ) -> Result<()> {
+    let mut random = StdRng::seed_from_u64(history.seed ^ 0x746f_6765);
+    let mut together: Vec<Op> = Vec::new();
     for (nth, step) in steps.into_iter().enumerate() {
-        match step {
+        let is_performed = matches!(step, Step::Ops(_));
+        let time = match step {
             Step::Ops(ops) => {
                 for op in &ops {
                     trace.add(format_args!("world {}: {op:?}", history.seed));
                 }
-                futures_util::future::join_all(
-                    ops.into_iter().map(|op| perform::perform(db, op, |name| history.form(name))),
-                )
-                .await;
-                tokio::time::sleep(Duration::from_millis(40 + history.seed * 37 % 200)).await;
-            }
-            Step::Wait if configured.load(Ordering::Relaxed) => {
-                let instance = instances[(usize::try_from(history.seed).unwrap() + nth) % instances.len()];
-                let Ok(reply) = db.run_command(doc! {"ping": 1}).await else { continue };
-                let Timestamp { time, increment } = reply.get_timestamp("operationTime").unwrap();
-                let path = format!("/v1/wait?operationTime={time}.{increment}&timeout=3");
-                let mine = format!("w{}-", history.seed);
-                if acknowledged(instance, &path)
-                    .await
-                    .is_some_and(|except| !except.iter().any(|rule| rule.starts_with(&mine)))
-                {
-                    trace.add(format_args!("world {}: `wait` for {time}.{increment} was acknowledged", history.seed));
-                    check(history, db).await?;
+                let is_transaction = !together.is_empty();
+                together.extend(ops);
+                // Some steps are one transaction with the next one. What is left of them at the end is not performed.
+                if random.random_bool(0.25) {
+                    continue;
+                }
+                let ops = std::mem::take(&mut together);
+                if is_transaction {
+                    let (time, count) = (perform::together(db, &ops).await, ops.len());
+                    trace.add(format_args!("world {}: the last {count} in one transaction: {time:?}", history.seed));
+                    time.ok().flatten()
+                } else {
+                    let all = ops.into_iter().map(|op| perform::perform(db, op, |name| history.form(name)));
+                    futures_util::future::join_all(all).await;
+                    None
                 }
             }
-            Step::Wait | Step::Lose(_) => {}
+            Step::Wait => {
+                let reply = db.run_command(doc! {"ping": 1}).await;
+                reply.ok().map(|reply| reply.get_timestamp("operationTime").unwrap())
+            }
+            Step::Lose(_) => None,
+        };
+        let instance = instances[(usize::try_from(history.seed).unwrap() + nth) % instances.len()];
+        if let Some(time) = time.filter(|_| configured.load(Ordering::Relaxed))
+            && let Some(except) = applied(instance, time, if is_performed { 1 } else { 3 }).await
+        {
+            trace.add(format_args!("world {}: `wait` for {time} was acknowledged", history.seed));
+            let mine = format!("w{}-", history.seed);
+            if !except.iter().any(|rule| rule.starts_with(&mine)) {
+                check(history, db).await?;
+            }
+        }
+        if is_performed {
+            tokio::time::sleep(Duration::from_millis(40 + history.seed * 37 % 200)).await;
         }
     }
     Ok(())
+}
+
+/// The rules that are excepted, if an instance says within so many seconds that everything up to this time is applied.
+async fn applied(instance: SocketAddr, Timestamp { time, increment }: Timestamp, seconds: u32) -> Option<Vec<String>> {
+    acknowledged(instance, &format!("/v1/wait?operationTime={time}.{increment}&timeout={seconds}")).await
 }
 
 /// The rules that are excepted, if an instance says that everything is applied.
@@ -623,40 +661,68 @@ async fn at_rest(server: &Server, test: &TestDb) -> Result<()> {
 /// Writes markers, and compares what the instances say with the copies, until `stop`.
 async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &AtomicBool) -> Result<()> {
     let db = test.database();
-    let mut written: Vec<(i32, i32, Timestamp)> = Vec::new();
+    let mut written: Vec<Written> = Vec::new();
     let mut turn = 0_usize;
     while !stop.load(Ordering::Relaxed) {
         tokio::time::sleep(Duration::from_millis(20)).await;
         turn += 1;
-        let (id, n) = (i32::try_from(turn).unwrap() % MARKERS, i32::try_from(turn).unwrap());
-        let update = doc! {"q": {"_id": id}, "u": {"$max": {"n": n}}};
-        let command = doc! {"update": "markers", "updates": [update], "writeConcern": {"w": "majority"}};
-        if let Ok(reply) = tokio::time::timeout(Duration::from_secs(5), db.run_command(command))
-            .await
-            .unwrap_or_else(|_| Ok(Document::new()))
-            && !reply.contains_key("writeConcernError")
-            && let Ok(time) = reply.get_timestamp("operationTime")
-        {
-            written.push((id, n, time));
+        let (n, is_transaction) = (i32::try_from(turn).unwrap(), turn.is_multiple_of(TOGETHER));
+        let ids: Vec<i32> = if is_transaction { (0..MARKERS).collect() } else { vec![n % MARKERS] };
+        let write = write_markers(&db, &ids, n, is_transaction);
+        let time = tokio::time::timeout(Duration::from_secs(5), write).await.ok().flatten();
+        if let Some(time) = time {
+            written.extend(ids.iter().map(|id| (*id, n, time)));
         }
         let instance = instances[turn % instances.len()];
+        // At once, because only a part of the transaction may have been read.
+        if let Some(time) = time.filter(|_| is_transaction)
+            && let Some(except) = applied(instance, time, 1).await
+            && !except.iter().any(|rule| rule == "marker")
+        {
+            are_current(model, &test.name, &written, time, "`wait` for it was acknowledged").await?;
+        }
         let Ok(answer) = client::get(instance, "/v1/status", Duration::from_millis(500)).await else { continue };
         let Ok(status) = answer.json::<Value>() else { continue };
-        let Some(as_of) = status["current"]["as_of"].as_str().and_then(cluster_time) else { continue };
-        // An older snapshot may lack a write that was majority-committed, and will not be rolled back.
-        let level = if model.is_behind() { "local" } else { "majority" };
-        let find = doc! {"find": "marked", "filter": {}, "readConcern": {"level": level}, "$db": &test.name};
-        let reply = model.run(find).await;
-        let Ok(rows) = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch")) else { continue };
-        for row in rows.iter().filter_map(Bson::as_document) {
-            let (id, n) = (row.get_i32("_id").unwrap(), row.get_i32("n").unwrap_or_default());
-            let due = written.iter().filter(|(of, _, time)| *of == id && *time <= as_of).map(|(_, n, _)| *n).max();
-            if due.is_some_and(|due| due > n) {
-                let text = format!(
-                    "the status is current as of {as_of}, and the copy of marker {id} has {n} instead of {due:?}\n{status:#}"
-                );
-                return Err(Failed::new(text));
-            }
+        let current = &status["current"];
+        let is_excepted = current["except"].as_array().is_some_and(|except| except.iter().any(|rule| rule == "marker"));
+        if let Some(as_of) = current["as_of"].as_str().and_then(cluster_time).filter(|_| !is_excepted) {
+            are_current(model, &test.name, &written, as_of, format_args!("the status is {status:#}")).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes `n` into these markers. Returns the time of the write once a majority has it.
+async fn write_markers(db: &Database, ids: &[i32], n: i32, is_transaction: bool) -> Option<Timestamp> {
+    let update = doc! {"q": {"_id": {"$in": ids.to_vec()}}, "u": {"$max": {"n": n}}, "multi": true};
+    let mut command = doc! {"update": "markers", "updates": [update]};
+    if is_transaction {
+        return perform::in_transaction(db, vec![command]).await.ok().flatten();
+    }
+    command.insert("writeConcern", doc! {"w": "majority"});
+    let reply = db.run_command(command).await.ok()?;
+    reply.get_timestamp("operationTime").ok().filter(|_| !reply.contains_key("writeConcernError"))
+}
+
+/// Fails if a copy of a marker lacks what was written by this time, although it was `said` to be applied.
+async fn are_current(
+    model: &Model,
+    database: &str,
+    written: &[Written],
+    by: Timestamp,
+    said: impl std::fmt::Display,
+) -> Result<()> {
+    // An older snapshot may lack a write that was majority-committed, and will not be rolled back.
+    let level = if model.is_behind() { "local" } else { "majority" };
+    let find = doc! {"find": "marked", "filter": {}, "readConcern": {"level": level}, "$db": database};
+    let reply = model.run(find).await;
+    let rows = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+    for row in rows.into_iter().flatten().filter_map(Bson::as_document) {
+        let (id, n) = (row.get_i32("_id").unwrap(), row.get_i32("n").unwrap_or_default());
+        let due = written.iter().filter(|(of, _, time)| *of == id && *time <= by).map(|(_, n, _)| *n).max();
+        if due.is_some_and(|due| due > n) {
+            let text = format!("the copy of marker {id} has {n} instead of {due:?} of {by}, and {said}");
+            return Err(Failed::new(text));
         }
     }
     Ok(())

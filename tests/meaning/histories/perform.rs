@@ -1,9 +1,9 @@
 //! Performs operations on a server, whatever bytes they contain, and reads back the result.
 
-use bson::{Document, RawDocumentBuf, doc};
+use bson::{Document, RawDocumentBuf, Timestamp, doc};
 use denormd_oracle::{NOT_UTF8, Op, World};
 use futures_util::TryStreamExt;
-use mongodb::Database;
+use mongodb::{Database, error::Result};
 
 use crate::support::daemon::until;
 
@@ -19,20 +19,12 @@ pub struct Form {
 
 /// Performs an operation. A refusal by the server is part of the history.
 pub async fn perform(db: &Database, op: Op, form: impl Fn(&str) -> Form) {
+    if let Some(single) = of_document(&op) {
+        return command(db, single).await;
+    }
     let name = op.coll().to_owned();
     match op {
-        Op::Insert { doc, .. } => {
-            command(db, doc! {"insert": &name, "documents": [doc]}).await;
-        }
-        Op::Update { filter, update, .. } => {
-            command(db, doc! {"update": &name, "updates": [{"q": filter, "u": update}]}).await;
-        }
-        Op::Replace { filter, doc, .. } => {
-            command(db, doc! {"update": &name, "updates": [{"q": filter, "u": doc}]}).await;
-        }
-        Op::Delete { filter, .. } => {
-            command(db, doc! {"delete": &name, "deletes": [{"q": filter, "limit": 1}]}).await;
-        }
+        Op::Insert { .. } | Op::Update { .. } | Op::Replace { .. } | Op::Delete { .. } => {}
         Op::Drop { .. } => command(db, doc! {"drop": &name}).await,
         Op::Restore { docs, .. } => {
             command(db, doc! {"drop": &name}).await;
@@ -52,6 +44,34 @@ pub async fn perform(db: &Database, op: Op, form: impl Fn(&str) -> Form) {
     }
 }
 
+/// The command of an operation on a document; None for one on a collection.
+fn of_document(op: &Op) -> Option<Document> {
+    match op {
+        Op::Insert { coll, doc } => Some(doc! {"insert": coll, "documents": [doc]}),
+        Op::Update { coll, filter, update: to } | Op::Replace { coll, filter, doc: to } => {
+            Some(doc! {"update": coll, "updates": [{"q": filter, "u": to}]})
+        }
+        Op::Delete { coll, filter } => Some(doc! {"delete": coll, "deletes": [{"q": filter, "limit": 1}]}),
+        Op::Drop { .. } | Op::Restore { .. } | Op::Rename { .. } | Op::PreImages { .. } => None,
+    }
+}
+
+/// Performs operations on documents in one transaction, without those on collections. Returns its time.
+pub async fn together(db: &Database, ops: &[Op]) -> Result<Option<Timestamp>> {
+    in_transaction(db, ops.iter().filter_map(of_document).collect()).await
+}
+
+/// Runs commands in one transaction. Returns its time. After an error, it may be committed or not.
+pub async fn in_transaction(db: &Database, commands: Vec<Document>) -> Result<Option<Timestamp>> {
+    let mut session = db.client().start_session().await?;
+    session.start_transaction().await?;
+    for command in commands {
+        db.run_raw_command(sent(&command)).session(&mut session).await?;
+    }
+    session.commit_transaction().await?;
+    Ok(session.operation_time())
+}
+
 pub async fn create(db: &Database, name: &str, form: &Form) {
     let mut create = doc! {"create": name};
     if form.pre_images {
@@ -62,9 +82,13 @@ pub async fn create(db: &Database, name: &str, form: &Form) {
 }
 
 async fn command(db: &Database, command: Document) {
-    let raw = RawDocumentBuf::try_from(&command).unwrap();
-    let raw = swapped(raw, NOT_UTF8.to_string().as_bytes(), &BYTES);
-    db.run_raw_command(raw).await.ok();
+    db.run_raw_command(sent(&command)).await.ok();
+}
+
+/// A command with the bytes that stand for [`NOT_UTF8`].
+fn sent(command: &Document) -> RawDocumentBuf {
+    let raw = RawDocumentBuf::try_from(command).unwrap();
+    swapped(raw, NOT_UTF8.to_string().as_bytes(), &BYTES)
 }
 
 /// The existing ones of these collections, with all their documents. An election may interrupt a read.
@@ -72,7 +96,7 @@ pub async fn world(db: &Database, collections: &[String]) -> World {
     until("the collections can be read", async || read(db, collections).await.ok()).await
 }
 
-async fn read(db: &Database, collections: &[String]) -> mongodb::error::Result<World> {
+async fn read(db: &Database, collections: &[String]) -> Result<World> {
     let wanted = doc! {"name": {"$in": collections.to_vec()}};
     let there = db.list_collection_names().filter(wanted).await?;
     let mut world = World::new();
