@@ -39,6 +39,9 @@ const KNOWN: &[Odd] = &[Odd::Empty, Odd::EdgeIds];
 /// A rule whose copies show how current the others must be.
 const MARKER: &str = "{\"name\": \"marker\", \"adopt\": true, \"guard\": \"off\", \"copy\": {\"source\": \"markers\", \"target\": \"marked\", \
                       \"match\": {\"marker\": \"_id\"}, \"set\": {\"n\": \"$n\"}}}";
+/// A rule whose copies show what the target held when they were written.
+const MIRROR: &str = "{\"name\": \"mirror\", \"adopt\": true, \"guard\": \"off\", \"copy\": {\"source\": \"markers\", \
+                      \"target\": \"marked\", \"match\": {\"marker\": \"_id\"}, \"set\": {\"seen\": \"$$target.own\"}}}";
 /// Number of markers: each partition has some.
 const MARKERS: i32 = 6;
 /// Of so many writes of a marker, one is a transaction that writes all of them.
@@ -316,6 +319,7 @@ impl Scale {
             no_drift(&addresses).await?;
             at_rest(server, test).await?;
         }
+        mirrors_match(&server.model, &test.name)?;
         terms_rise(&server.model, state_of(&db).name())?;
         times_rise(&server.model, &test.name, &histories)?;
         let struck: BTreeMap<Fault, u32> = of_cluster.struck.into_iter().chain(of_daemons.struck).collect();
@@ -363,8 +367,8 @@ impl Scale {
             scanning(history).into_iter().map(move |rule| rule.into_iter().chain(more.clone()).collect())
         });
         let rules: Vec<Document> = rules.collect();
-        let rules =
-            rules_as_json(&rules).replacen('[', &format!("[{MARKER}{}", if rules.is_empty() { "" } else { "," }), 1);
+        let more = if rules.is_empty() { "" } else { "," };
+        let rules = rules_as_json(&rules).replacen('[', &format!("[{MARKER},{MIRROR}{more}"), 1);
         // A backfill of a large collection begins with pages that exceed an eighth of this time.
         let reads = if self.large_collections { "read_timeout_seconds: 1, " } else { "" };
         let limits = low_limits(&mut StdRng::seed_from_u64(self.seed));
@@ -393,7 +397,7 @@ async fn prepare(db: &Database, histories: &mut [History]) {
     }
     let markers = (0..MARKERS).map(|id| doc! {"_id": id, "n": 0});
     db.collection("markers").insert_many(markers).await.unwrap();
-    let marked = (0..MARKERS).map(|id| doc! {"_id": id, "marker": id});
+    let marked = (0..MARKERS).map(|id| doc! {"_id": id, "marker": id, "own": 0});
     db.collection("marked").insert_many(marked).await.unwrap();
     db.run_command(doc! {"createIndexes": "marked", "indexes": [{"key": {"marker": 1}, "name": "marker"}]})
         .await
@@ -545,13 +549,15 @@ async fn settle(server: &Server, db: &Database, instances: &[SocketAddr], histor
     for history in histories {
         check_after_retries(history, db, instances).await?;
     }
-    let values = async |collection| -> Vec<Option<Bson>> {
+    let values = async |collection: &str, field: &str| -> Vec<Option<Bson>> {
         let sort = all(db, collection).await.into_iter().map(|document| (document.get_i32("_id").unwrap(), document));
-        sort.collect::<BTreeMap<_, _>>().into_values().map(|document| document.get("n").cloned()).collect()
+        sort.collect::<BTreeMap<_, _>>().into_values().map(|document| document.get(field).cloned()).collect()
     };
-    let (markers, marked) = (values("markers").await, values("marked").await);
-    if markers != marked {
-        return Err(Failed::new(format!("the copies of the markers {markers:?} are {marked:?}")));
+    for (collection, field, copy) in [("markers", "n", "n"), ("marked", "own", "seen")] {
+        let (written, copies) = (values(collection, field).await, values("marked", copy).await);
+        if written != copies {
+            return Err(Failed::new(format!("the copies of `{field}` in `{collection}`, {written:?}, are {copies:?}")));
+        }
     }
     Ok(())
 }
@@ -590,6 +596,20 @@ async fn no_drift(instances: &[SocketAddr]) -> Result<()> {
             if seed.is_some() && !found.ends_with(" 0") {
                 return Err(Failed { seed, text: format!("a guard has found drift that nobody made: w{found}") });
             }
+        }
+    }
+    Ok(())
+}
+
+/// Fails if a copy of what its target held was written after that had changed.
+fn mirrors_match(model: &Model, database: &str) -> Result<()> {
+    let mut seen = model.values(database, "marked", "seen");
+    for (id, own) in model.values(database, "marked", "own") {
+        let seen = seen.remove(&id).unwrap_or_default();
+        let is_late = |nth: &usize| seen[*nth] != seen[*nth - 1] && seen[*nth].is_some() && seen[*nth] != own[*nth];
+        if let Some(nth) = (1..seen.len()).find(is_late) {
+            let text = format!("marker {id} gets the copy {:?} while it holds {:?}", seen[nth], own[nth]);
+            return Err(Failed::new(text));
         }
     }
     Ok(())
@@ -666,6 +686,14 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
     while !stop.load(Ordering::Relaxed) {
         tokio::time::sleep(Duration::from_millis(20)).await;
         turn += 1;
+        if turn.is_multiple_of(4) {
+            // In a row, so that one of them comes between the read and the write of the copies.
+            for _ in 0..3 {
+                let update = doc! {"q": {}, "u": {"$inc": {"own": 1}}, "multi": true};
+                let command = doc! {"update": "marked", "updates": [update], "writeConcern": {"w": 1}};
+                tokio::time::timeout(Duration::from_secs(5), db.run_command(command)).await.ok();
+            }
+        }
         let (n, is_transaction) = (i32::try_from(turn).unwrap(), turn.is_multiple_of(TOGETHER));
         let ids: Vec<i32> = if is_transaction { (0..MARKERS).collect() } else { vec![n % MARKERS] };
         let write = write_markers(&db, &ids, n, is_transaction);
