@@ -682,6 +682,7 @@ async fn at_rest(server: &Server, test: &TestDb) -> Result<()> {
 async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &AtomicBool) -> Result<()> {
     let db = test.database();
     let mut written: Vec<Written> = Vec::new();
+    let mut lost: BTreeMap<String, (i64, Instant)> = BTreeMap::new();
     let mut turn = 0_usize;
     while !stop.load(Ordering::Relaxed) {
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -711,6 +712,15 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
         }
         let Ok(answer) = client::get(instance, "/v1/status", Duration::from_millis(500)).await else { continue };
         let Ok(status) = answer.json::<Value>() else { continue };
+        let recorded = losses(model, state_of(&db).name()).await;
+        lost.retain(|rule, (before, _)| recorded.get(rule).is_some_and(|(generation, _)| *generation == *before));
+        for (rule, (generation, term)) in recorded {
+            let (_, since) = lost.entry(rule.clone()).or_insert((generation, Instant::now()));
+            // The figures of a status are up to a second old.
+            if since.elapsed() > Duration::from_secs(2) && hides_loss(&status, &rule, term) {
+                return Err(Failed::new(format!("the status hides that changes of {rule} were lost: {status:#}")));
+            }
+        }
         let current = &status["current"];
         let is_excepted = current["except"].as_array().is_some_and(|except| except.iter().any(|rule| rule == "marker"));
         if let Some(as_of) = current["as_of"].as_str().and_then(cluster_time).filter(|_| !is_excepted) {
@@ -718,6 +728,28 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
         }
     }
     Ok(())
+}
+
+/// The rules that are backfilled because changes were lost, by the records of a deployment with one partition, each with its
+/// generation and its term.
+async fn losses(model: &Model, state: &str) -> BTreeMap<String, (i64, i64)> {
+    let filter = doc! {"_id.deployment": "default", "backfill": "pending", "degraded": true};
+    let reply = model.run(doc! {"find": RULES, "filter": filter, "$db": state}).await;
+    let records = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+    let loss = |record: &Document| {
+        let rule = record.get_document("_id").ok()?.get_str("rule").ok()?;
+        Some((rule.to_owned(), (record.get_i64("generation").ok()?, record.get_i64("term").ok()?)))
+    };
+    records.into_iter().flatten().filter_map(Bson::as_document).filter_map(loss).collect()
+}
+
+/// True if the leader of this term follows changes, and calls this rule backfilled and not degraded.
+fn hides_loss(status: &Value, rule: &str, term: i64) -> bool {
+    let is_fresh = |stream: &Value| stream["age_seconds"].as_f64().is_some_and(|age| age < 1.0);
+    let follows = status["streams"].as_array().is_some_and(|all| !all.is_empty() && all.iter().all(is_fresh));
+    let leads = status["role"] == "leader" && status["term"] == term && status["partitions"].is_null();
+    let is_hidden = |one: &Value| one["name"] == rule && one["state"] == "backfilling";
+    leads && follows && status["rules"].as_array().is_some_and(|rules| rules.iter().any(is_hidden))
 }
 
 /// Writes `n` into these markers. Returns the time of the write once a majority has it.
