@@ -123,6 +123,29 @@ async fn a_superseded_leader_takes_over_with_a_later_term() {
     daemon.terminate().await;
 }
 
+/// The same if the records of the rules alone have the mark: nothing else that the leader saves is refused, and a backfill whose end
+/// cannot be saved would stay open for good.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_leader_that_cannot_save_a_backfill_takes_over_with_a_later_term() {
+    let world = World::new(denormd_fixture::database().await).await;
+    let daemon = world.daemon();
+    world.has_seen_tasks().await;
+    let rules = world.test.beside("state").collection::<Document>("rules");
+    let asked = doc! {"$set": {"term": 40_i64, "backfill": "pending", "after": []}, "$inc": {"generation": 1_i64}};
+    rules.update_many(doc! {}, asked).await.unwrap();
+    daemon.says("the state has the mark of a later leader").await;
+    until("all backfills are done in the later term", async || {
+        let open = rules
+            .count_documents(doc! {"$or": [{"term": {"$ne": 41_i64}}, {"backfill": {"$ne": "done"}}]})
+            .await
+            .ok()?;
+        (open == 0).then_some(())
+    })
+    .await;
+    world.at_rest(QUIET).await;
+    daemon.terminate().await;
+}
+
 /// As with rules, the newest number wins: the old partitions are handed over and converted into the new ones, and
 /// finished work is not repeated.
 #[tokio::test(flavor = "multi_thread")]

@@ -285,22 +285,20 @@ impl History {
     /// The differences once everything is applied. A key with a dead letter is up to date only after a retry: no event
     /// connects a source to the key whose value could not be computed because of it.
     async fn check_applied(&self, db: &Database, daemon: &Daemon, lacking: &BTreeSet<String>) -> Vec<String> {
-        let mut found = self.check_with_memory(db).await;
-        if found.is_empty() {
-            return found;
+        if self.check_with_memory(db).await.is_empty() {
+            return Vec::new();
         }
         // A rule whose source was briefly gone is blocked until the source is looked for again, possibly at this
         // moment.
         let was_lacking = scanning(self).iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
         if self.sources_are_back(daemon).await || was_lacking {
             daemon.settled().await;
-            found = self.check_with_memory(db).await;
         }
         let again = self.agree_to_removals(daemon).await;
         if !again.is_empty() {
             return again;
         }
-        found = self.check_with_memory(db).await;
+        let mut found = self.check_with_memory(db).await;
         // Without its source a rule writes nothing, whatever happens to its targets.
         if found.is_empty() || self.lacks_source(daemon) {
             return Vec::new();

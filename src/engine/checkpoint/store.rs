@@ -34,7 +34,7 @@ use super::{
         self, Agreement, RULES, Retired, RuleRecord, changed, end_of_pause, has_ended, is_paused, is_unavailable,
         progress_field, same_generation, state_fields,
     },
-    term::{mine, refused_upsert, superseded},
+    term::{mine, not_superseded, refused_upsert, superseded},
     unreadable,
 };
 
@@ -621,8 +621,11 @@ impl Store {
         }
         // A delayed write moves the progress back.
         let update = doc! {"$set": state, "$unset": ended, "$pull": written_again(rule)};
-        let done = bounded(rules.update_one(filter, update)).await?;
-        Ok(done.matched_count > 0)
+        let done = bounded(rules.update_one(filter, update)).await?.matched_count > 0;
+        if !done {
+            not_superseded(server, &rules, self.id("rule", &rule.name)).await?;
+        }
+        Ok(done)
     }
 }
 

@@ -5,7 +5,7 @@ use mongodb::Collection;
 
 use denormd_mongo::{
     Server, bounded, code,
-    error::{Error, Kind},
+    error::{Error, Kind, Result},
 };
 
 /// A filter for the document with this `_id`, unless a later leader has marked it. An upsert then fails with a
@@ -24,12 +24,19 @@ pub(super) async fn refused_upsert(
     if error.code != Some(code::DUPLICATE_KEY) {
         return error;
     }
-    let later = doc! {"_id": id, "term": {"$gt": server.term()}};
-    match bounded(documents.find_one(later)).await {
-        Ok(Some(_)) => superseded(server),
-        Ok(None) => Error::new(Kind::Unavailable, "the state was changed in the meantime"),
+    match not_superseded(server, documents, id).await {
+        Ok(()) => Error::new(Kind::Unavailable, "the state was changed in the meantime"),
         Err(error) => error,
     }
+}
+
+/// An error if a later leader has marked the document with this `_id`: a write that found nothing may have been refused for that.
+pub(super) async fn not_superseded(server: &Server, documents: &Collection<Document>, id: Document) -> Result<()> {
+    let later = doc! {"_id": id, "term": {"$gt": server.term()}};
+    if bounded(documents.find_one(later)).await?.is_some() {
+        return Err(superseded(server));
+    }
+    Ok(())
 }
 
 /// The state has the mark of a later leader: the leadership is over.

@@ -74,7 +74,7 @@ fn destroying(prefix: String) -> Options {
 pub fn low_limits(rng: &mut StdRng) -> String {
     let mut limits = String::new();
     if rng.random_bool(0.2) {
-        write!(limits, "backfill_per_second: {}, ", rng.random_range(2..=6)).unwrap();
+        write!(limits, "backfill_per_second: {}, ", rng.random_range(4..=8)).unwrap();
     }
     if rng.random_bool(0.3) {
         write!(limits, "batch_bytes: {}, ", rng.random_range(200..5000)).unwrap();
