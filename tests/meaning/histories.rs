@@ -182,7 +182,9 @@ impl History {
         for step in steps {
             let found = match (step, daemon) {
                 (Step::Ops(ops), _) => {
-                    ops.iter().for_each(|op| self.forget(op));
+                    for op in &ops {
+                        self.forget(op);
+                    }
                     join_all(ops.into_iter().map(|op| perform(db, op, |name| self.form(name)))).await;
                     continue;
                 }

@@ -89,6 +89,7 @@ fn options(seed: u64) -> fn(String) -> Options {
 
 /// The dimensions of a run, which a failure makes smaller.
 #[expect(clippy::unsafe_derive_deserialize, reason = "the unsafe code is that of `tokio::join`")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a dimension of its own")]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Scale {
     /// Draws the faults.
