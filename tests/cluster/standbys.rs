@@ -103,6 +103,25 @@ async fn a_standby_names_the_leader_and_serves_read_your_writes() {
     standby.until_json("told", |status| status["summary"].as_str().unwrap().contains("Rule note is paused.")).await;
 }
 
+/// Instances that are ended often, as by a deployment that crashes again and again, would fill the state.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_report_of_an_instance_that_is_gone_is_removed() {
+    let test = denormd_fixture::database().await;
+    let reports = test.beside("state").collection::<Document>("reports");
+    let (leader, standby) = leader_and_standby(&test).await;
+    let report = daemon::until("a report", async || reports.find_one(doc! {}).await.unwrap()).await;
+    let mut id = report.get_document("_id").unwrap().clone();
+    for (name, minutes) in [("gone", 61), ("silent", 30)] {
+        id.insert("instance", name);
+        let at = doc! {"$dateSubtract": {"startDate": "$$NOW", "unit": "minute", "amount": minutes}};
+        reports.update_one(doc! {"_id": &id}, vec![doc! {"$set": {"at": at}}]).upsert(true).await.unwrap();
+    }
+    let count = async |name| reports.count_documents(doc! {"_id.instance": name}).await.unwrap();
+    daemon::until("the old report is gone", async || (count("gone").await == 0).then_some(())).await;
+    assert_eq!(count("silent").await, 1);
+    drop((leader, standby));
+}
+
 /// The status of a standby said of rules that only its own config has that every change is applied.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_standby_does_not_vouch_for_rules_that_the_leader_lacks() {

@@ -35,8 +35,10 @@ const COLLECTION: &str = "reports";
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Rounds, of about a second, between reads of the instances.
 const SELDOM: u64 = 2;
-/// Rounds between removals of old reports of instances that are gone.
-const FORGET: u64 = 600;
+/// Rounds between removals of old reports of instances that are gone. An instance may lead for a short time only.
+const FORGET: u64 = 30;
+/// Age, in milliseconds, from which a report is old. Only the report of an instance that leads is read.
+const OLD: i64 = 3600 * 1000;
 
 /// Data from other instances.
 #[derive(Debug, Default)]
@@ -140,8 +142,8 @@ impl Board {
         let reports = context.server.unfenced().collection(&dead_letters.database, COLLECTION);
         bounded(reports.update_one(doc! {"_id": id}, update).upsert(true)).await?;
         if round.is_multiple_of(FORGET) {
-            let day = DateTime::from_millis(self.metrics.now() - 24 * 3600 * 1000);
-            let old = doc! {"_id.deployment": &dead_letters.deployment, "at": {"$lt": day}};
+            let before = DateTime::from_millis(self.metrics.now() - OLD);
+            let old = doc! {"_id.deployment": &dead_letters.deployment, "at": {"$lt": before}};
             bounded(reports.delete_many(old)).await?;
         }
         Ok(())
