@@ -109,7 +109,7 @@ def finish(command, copy, env, log, patience=None):
 
 
 def tried(mutant, copy, env, logs):
-    """The names of the tests that failed, in what is there now. Of several runs, the first failure is the last."""
+    """The names of the tests that failed, in what is there now. Stops after the first run that fails."""
     name, runs = mutant["name"], mutant.get("runs") or [(mutant["test"], mutant.get("env", {}))]
     with open(logs / f"{name}.log", "wb") as log:
         test = runs[0][0].split()
@@ -119,17 +119,18 @@ def tried(mutant, copy, env, logs):
         command = [CARGO, "test", *test.split()]
         if command[2] == "--test" and "runs" not in mutant:
             command = [str(Path(env["CARGO_TARGET_DIR"]) / "debug/denormd-fixture"), "run", "--", *command]
+        begin = Path(log.name).stat().st_size
         with open(logs / f"{name}.log", "ab") as log:
             code = finish(command, copy, dict(env, **more), log, PATIENCE_SECONDS)
         if code is None:
             raise Untried(f"its tests did not end in {PATIENCE_SECONDS} seconds: see {log.name}")
-        text = Path(log.name).read_text(encoding="utf-8", errors="replace")
+        text = Path(log.name).read_bytes()[begin:].decode("utf-8", errors="replace")
+        ran = sum(int(passed) + int(failed) for passed, failed in re.findall(r"(\d+) passed; (\d+) failed", text))
         failed = sorted(set(re.findall(r"^test (\S+) \.\.\. FAILED$", text, re.MULTILINE)))
+        if ran == 0 or (code != 0) != bool(failed):
+            raise Untried(f"no test said what it found: see {log.name}")
         if failed:
             break
-    ran = sum(int(passed) + int(failed) for passed, failed in re.findall(r"(\d+) passed; (\d+) failed", text))
-    if ran == 0 or (code != 0) != bool(failed):
-        raise Untried(f"no test said what it found: see {log.name}")
     return failed
 
 
@@ -155,7 +156,7 @@ def unplanted(mutants, copy, env, logs):
 def simulated(mutant, seeds):
     """The same bug, to be found by the simulator."""
     def run(test, share):
-        env = {"DENORMD_SIMULATIONS": str(int(seeds * share)), "DENORMD_FIRST": "1", "DENORMD_RELOADS": "1"}
+        env = {"DENORMD_SIMULATIONS": str(max(1, int(seeds * share))), "DENORMD_FIRST": "1", "DENORMD_RELOADS": "1"}
         return f"--test main -- --nocapture --exact {SIMULATED}{test}", dict(env, DENORMD_SHRINK_MINUTES="0", RUST_LOG="error")
 
     return dict(mutant, runs=[run(*simulation) for simulation in SIMULATIONS])

@@ -72,8 +72,7 @@ pub(super) fn narrow(value: i64, ints: bool) -> Bson {
     }
 }
 
-/// A sum that loses nothing on the way: Knuth's exact addition, as the server's `DoubleDoubleSummation`. Decimals are summed
-/// apart.
+/// The server's `DoubleDoubleSummation`: the rounding error of each addition goes into the next one. Decimals are summed apart.
 #[derive(Debug, Clone)]
 pub(super) struct Sum {
     total: f64,
@@ -119,10 +118,10 @@ impl Sum {
 
     fn add_double(&mut self, x: f64) {
         self.special += x;
-        // The server takes a step that is exact only if `x` is the larger one, and its result is part of what `$sum` means.
-        let larger = x + self.rest;
-        let rest = self.rest - (larger - x);
-        let (sum, lost) = exactly(self.total, larger);
+        // This step is exact only if `x` is the larger number. The server takes it regardless, so the result must match.
+        let corrected = x + self.rest;
+        let rest = self.rest - (corrected - x);
+        let (sum, lost) = exactly(self.total, corrected);
         (self.total, self.rest) = (sum, rest + lost);
     }
 

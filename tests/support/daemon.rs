@@ -311,7 +311,7 @@ impl Daemon {
         let whole = self.context().whole();
         let rule = whole.plan.named(rule).unwrap();
         let found = until("the losses are counted", async || losses(&whole, rule).await.ok()).await;
-        found.counted && found.losing * 10 > found.holding
+        found.counted && !found.are_small()
     }
 
     /// True if a rule is blocked because its source is gone.

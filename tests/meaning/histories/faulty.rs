@@ -44,7 +44,7 @@ const MIRROR: &str = "{\"name\": \"mirror\", \"adopt\": true, \"guard\": \"off\"
                       \"target\": \"marked\", \"match\": {\"marker\": \"_id\"}, \"set\": {\"seen\": \"$$target.own\"}}}";
 /// Number of markers: each partition has some.
 const MARKERS: i32 = 6;
-/// Of so many writes of a marker, one is a transaction that writes all of them.
+/// One in this many writes of markers is a transaction that writes all of them.
 const TOGETHER: usize = 7;
 /// The number of lines to show of the output of a process that failed.
 const LINES: usize = 400;
@@ -61,7 +61,7 @@ fn everything(prefix: String) -> Options {
     Options { mixed_composite: true, id_parts: true, shared: true, odd: KNOWN.to_vec(), ..Options::everything(prefix) }
 }
 
-/// True for a world in which references that dangle are removed, by its seed.
+/// True for a world in which dangling references are removed, by its seed.
 fn is_destroying(seed: u64) -> bool {
     seed % 8 == 2
 }
@@ -426,7 +426,7 @@ async fn play(
                 }
                 let is_transaction = !together.is_empty();
                 together.extend(ops);
-                // Some steps are one transaction with the next one. What is left of them at the end is not performed.
+                // Some steps are one transaction with the next one.
                 if random.random_bool(0.25) {
                     continue;
                 }
@@ -460,6 +460,9 @@ async fn play(
         if is_performed {
             tokio::time::sleep(Duration::from_millis(40 + history.seed * 37 % 200)).await;
         }
+    }
+    for op in together {
+        perform::perform(db, op, |name| history.form(name)).await;
     }
     Ok(())
 }

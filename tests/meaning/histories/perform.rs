@@ -24,7 +24,9 @@ pub async fn perform(db: &Database, op: Op, form: impl Fn(&str) -> Form) {
     }
     let name = op.coll().to_owned();
     match op {
-        Op::Insert { .. } | Op::Update { .. } | Op::Replace { .. } | Op::Delete { .. } => {}
+        Op::Insert { .. } | Op::Update { .. } | Op::Replace { .. } | Op::Delete { .. } => {
+            unreachable!("performed above")
+        }
         Op::Drop { .. } => command(db, doc! {"drop": &name}).await,
         Op::Restore { docs, .. } => {
             command(db, doc! {"drop": &name}).await;

@@ -46,7 +46,7 @@ pub enum Fault {
     OplogExpired,
     /// Somebody deletes the leases, a few times.
     LeasesDeleted,
-    /// The state gets the mark of a leader with a later term.
+    /// The state is marked with a later term, as by another leader.
     StateMarked,
     DaemonKilled,
     /// A daemon is killed, and somebody deletes the checkpoints.
@@ -123,6 +123,9 @@ pub struct Weather {
     /// The number of times that each kind has struck.
     pub struck: BTreeMap<Fault, u32>,
 }
+
+/// The `_id` of a rule's record, whether the rule is paused, and the number of changes of its state.
+type Pause = (Option<Bson>, bool, i64);
 
 impl Weather {
     /// Those of these kinds that are in `faults`.
@@ -268,27 +271,30 @@ impl Weather {
             return Ok(false);
         }
         let before = self.pauses(rule).await;
-        let is_recorded = before.len() == store.ids().len() && before.iter().all(|(is_paused, _)| *is_paused);
+        let is_recorded = before.len() == store.ids().len() && before.iter().all(|(_, is_paused, _)| *is_paused);
         if is_recorded && store.ask(server, rule).await.unwrap_or(false) {
             let after = self.pauses(rule).await;
             // If the pause has ended by itself in between, a state has changed twice.
-            let once = before.iter().zip(&after).all(|((_, before), (_, after))| after - before < 2);
-            if once && after.len() == before.len() {
+            let once = |((id, _, before), (same, _, after)): (&Pause, &Pause)| {
+                id == same && (0..2).contains(&(after - before))
+            };
+            if after.len() == before.len() && before.iter().zip(&after).all(once) {
                 return Err(format!("a request for a backfill has ended the pause of {rule}: {before:?}, {after:?}"));
             }
         }
         Ok(true)
     }
 
-    /// For each partition that has registered a rule: whether the rule is paused, and the number of changes of its state.
-    async fn pauses(&self, rule: &str) -> Vec<(bool, i64)> {
+    /// The records of a rule, one for each partition that has registered it.
+    async fn pauses(&self, rule: &str) -> Vec<Pause> {
         let (_, database) = &self.operator;
         let find = doc! {"find": RULES, "filter": {"_id.rule": rule}, "sort": {"_id": 1}, "$db": database};
         let reply = self.model.run(find).await;
         let records = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
         let records = records.into_iter().flatten().filter_map(Bson::as_document);
         let generation = |record: &Document| record.get_i64("generation").unwrap_or_default();
-        records.map(|record| (record.get_bool("paused").unwrap_or(false), generation(record))).collect()
+        let is_paused = |record: &Document| record.get_bool("paused").unwrap_or(false);
+        records.map(|record| (record.get("_id").cloned(), is_paused(record), generation(record))).collect()
     }
 
     /// Deletes the leases one to four times, soon after they are there: an instance may not have claimed its term by then.

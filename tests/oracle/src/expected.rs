@@ -190,7 +190,7 @@ impl Oracle {
 }
 
 impl Staying {
-    /// The difference, if the value has changed. It has not if its document was deleted, unless that had to stay.
+    /// None if the value is unchanged, or if its document was deleted and did not have to stay.
     #[must_use]
     pub fn difference(&self, actual: &World) -> Option<String> {
         let Self { collection, id, path, value } = self;

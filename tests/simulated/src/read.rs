@@ -282,7 +282,7 @@ impl State {
                 rows
             }
             ("$group", _) => {
-                // By a mere field the server groups in its other engine, where the first of equal values is another one.
+                // The server groups by a plain field in its slot-based engine, which keeps another one of equal values.
                 if argument.as_document().is_some_and(|group| matches!(group.get("_id"), Some(Bson::String(_)))) {
                     rows.reverse();
                 }

@@ -281,9 +281,7 @@ fn scalar(rng: &mut StdRng) -> Bson {
     )
 }
 
-/// Numbers whose sum depends on their order, in a third of the worlds. Not all in one world: `denormd_mql`, and so the
-/// simulated server, adds some mixtures of them with another last digit than a server does. More than 2^57 would exceed a
-/// long where the daemon multiplies a number by the count of its sources, and the simulated server does not decide that.
+/// Numbers of one kind whose sum depends on their order, in a third of the worlds. More than 2^57 would exceed a long where the daemon multiplies a number by the count of its sources, and the simulated server does not decide that.
 pub(super) fn numbers(rng: &mut StdRng) -> Vec<Bson> {
     match rng.random_range(0..9) {
         0 => vec![bson!(1e100), bson!(-1e100)],
