@@ -148,7 +148,8 @@ def unplanted(mutants, copy, env, logs):
         except Untried as why:
             failed = [str(why)]
         outcome = "passes" if not failed else f"FAILS: {', '.join(failed)}"
-        say(f"without a bug, {'the simulator' if 'runs' in mutant else mutant['test']} {outcome} ({time.monotonic() - begun:.0f} s)")
+        tests = "the simulator" if "runs" in mutant else mutant["test"]
+        say(f"without a bug, {tests} {outcome} ({time.monotonic() - begun:.0f} s)")
         good &= not failed
     return good
 

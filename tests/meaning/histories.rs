@@ -66,7 +66,7 @@ struct History {
     /// Those of the config that is loaded in the middle of the history.
     next: Vec<Document>,
     pre_images: BTreeSet<String>,
-    /// What has to stay since the last comparison, in documents that the application has not changed since.
+    /// The values and documents of the last comparison that must be the same in the next one, unless the application changes them.
     memory: RefCell<Vec<Staying>>,
     first: FirstBackfill,
 }
@@ -250,7 +250,8 @@ impl History {
         self.check_applied(db, daemon, &lacking).await
     }
 
-    /// Inserts one document to which nothing refers into a dropped source. The source does not count as restored: a rule that would lose more than a tenth of its values stays blocked until an operator agrees. Returns what has changed.
+    /// Inserts one document to which nothing refers into a dropped source. The source does not count as restored: a rule that
+    /// would lose more than a tenth of its values stays blocked until an operator agrees. Returns what has changed.
     async fn replace_by_one(&self, db: &Database, daemon: &Daemon, name: &str, stays: &Expectation) -> Vec<String> {
         let rules = self.rules.iter().map(|rule| rule.get_str("name").unwrap());
         let lacking: Vec<&str> = rules.filter(|rule| daemon.lacks_source(rule)).collect();
@@ -352,7 +353,7 @@ impl History {
         self.compare(&actual, Vec::new())
     }
 
-    /// The differences now, and what has not stayed since the last comparison.
+    /// The differences now, from the rules and from the memory.
     async fn check_with_memory(&self, db: &Database) -> Vec<String> {
         let actual = world(db, &self.generator.collections()).await;
         self.compare(&actual, self.lost(&actual))
@@ -370,7 +371,7 @@ impl History {
         found
     }
 
-    /// What has not stayed since the last comparison. If everything has, remembers what has to stay from now on.
+    /// The differences from the memory. If there are none, replaces the memory by what must stay from now on.
     fn lost(&self, actual: &World) -> Vec<String> {
         let mut memory = self.memory.borrow_mut();
         let lost: Vec<String> = memory.iter().filter_map(|staying| staying.difference(actual)).collect();
@@ -380,7 +381,7 @@ impl History {
         lost
     }
 
-    /// Forgets what has to stay in the documents that an operation may change.
+    /// Removes the documents that an operation may change from the memory.
     fn forget(&self, op: &Op) {
         let id = match op {
             Op::Insert { doc, .. } => doc.get("_id"),
@@ -415,12 +416,12 @@ impl History {
     }
 }
 
-/// What happens to the first backfill before the first step.
+/// When a history begins: during the first backfill, or after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Start {
-    /// It runs while the steps are performed.
+    /// The steps are performed while the backfill runs.
     AtOnce,
-    /// It is waited for, and nothing changes meanwhile.
+    /// The backfill ends before the first step, and nothing changes meanwhile.
     AfterBackfill,
     /// The same, but the daemon crashes during it, and sources change before it starts again.
     AfterCrash,

@@ -12,6 +12,7 @@ use std::{
 
 use bson::{Bson, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
+use mongodb::options::UpdateModifications;
 
 use denormd_model::{
     clock,
@@ -509,22 +510,37 @@ impl Store {
 
     /// Resumes an unavailable rule with a full backfill, unless its state has changed since.
     pub async fn resume_unavailable(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
-        let mut unavailable = mine(server, self.id("rule", rule));
-        unavailable.extend(is_unavailable());
+        let mut unavailable = is_unavailable();
         unavailable.insert("generation", generation);
         let update = changed(state_fields(&RuleState::BACKFILL)?, Document::new());
-        bounded(server.collection(&self.database, RULES).update_one(unavailable, update)).await?;
+        self.update_own(server, rule, unavailable, update).await?;
         Ok(())
     }
 
     /// Records that the source collection of a rule exists, with its UUID. If the rule was unblocked meanwhile, so that
     /// a missing source counts as empty, a delayed write finds another generation, changes nothing and returns false.
     pub async fn source_seen(&self, server: &Server, rule: &str, generation: i64, uuid: &Bson) -> Result<bool> {
-        let mut filter = mine(server, self.id("rule", rule));
-        filter.insert("generation", same_generation(generation));
         let update = doc! {"$set": {"source_seen": true, "source_uuid": uuid.clone()}};
-        let seen = bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?;
-        Ok(seen.matched_count > 0)
+        self.update_own(server, rule, doc! {"generation": same_generation(generation)}, update).await
+    }
+
+    /// Updates the record of a rule of this leader's partition. Returns false if the record does not match `unchanged` any more, and
+    /// fails if a later leader has marked it.
+    async fn update_own(
+        &self,
+        server: &Server,
+        rule: &str,
+        unchanged: Document,
+        update: impl Into<UpdateModifications>,
+    ) -> Result<bool> {
+        let (rules, id) = (server.collection(&self.database, RULES), self.id("rule", rule));
+        let mut filter = mine(server, id.clone());
+        filter.extend(unchanged);
+        if bounded(rules.update_one(filter, update)).await?.matched_count > 0 {
+            return Ok(true);
+        }
+        not_superseded(server, &rules, id).await?;
+        Ok(false)
     }
 
     /// Records that a rule is not in the config, so that it is backfilled if it returns. With a generation of its own: a
@@ -532,16 +548,14 @@ impl Store {
     pub async fn remove(&self, server: &Server, rule: &str) -> Result<()> {
         // If it returns, its backfill is an ordinary one.
         let removed = changed(state_fields(&RuleState::Removed)?, doc! {"degraded": "$$REMOVE"});
-        let rules = server.collection(&self.database, RULES);
-        bounded(rules.update_one(mine(server, self.id("rule", rule)), removed)).await?;
+        self.update_own(server, rule, Document::new(), removed).await?;
         Ok(())
     }
 
     /// Keeps an earlier definition of a rule, for `denormd prune`.
     pub async fn retire(&self, server: &Server, rule: &str, definition: &Document) -> Result<()> {
-        let filter = mine(server, self.id("rule", rule));
         let update = doc! {"$addToSet": {"retired": definition.clone()}};
-        server.collection(&self.database, RULES).update_one(filter, update).await?;
+        self.update_own(server, rule, Document::new(), update).await?;
         Ok(())
     }
 
@@ -571,10 +585,8 @@ impl Store {
 
     /// Records that the first backfill of a rule is over, unless its state has changed since.
     pub async fn end_keeping(&self, server: &Server, rule: &Rule, generation: i64) -> Result<bool> {
-        let mut filter = mine(server, self.id("rule", &rule.name));
-        filter.extend(doc! {"generation": same_generation(generation)});
         let update = doc! {"$unset": {"keeping": ""}, "$pull": written_again(rule)};
-        Ok(bounded(server.collection(&self.database, RULES).update_one(filter, update)).await?.matched_count > 0)
+        self.update_own(server, &rule.name, doc! {"generation": same_generation(generation)}, update).await
     }
 
     /// Records that values are put back: these fields are the application's, and the next backfill of the rule keeps
@@ -583,8 +595,7 @@ impl Store {
         let undone = undone.iter().map(bson::serialize_to_bson).collect::<std::result::Result<Vec<_>, _>>()?;
         let keeping = bson::serialize_to_document(keeping)?;
         let update = doc! {"$set": {"keeping": keeping}, "$addToSet": {"undone": {"$each": undone}}};
-        let rules = server.collection(&self.database, RULES);
-        bounded(rules.update_one(mine(server, self.id("rule", rule)), update)).await?;
+        self.update_own(server, rule, Document::new(), update).await?;
         Ok(())
     }
 
@@ -599,9 +610,7 @@ impl Store {
         (state, passed): (&RuleState, Option<&Bson>),
         progress: (u64, Option<u64>),
     ) -> Result<bool> {
-        let mut filter = mine(server, self.id("rule", &rule.name));
-        filter.insert("generation", generation);
-        let rules = server.collection(&self.database, RULES);
+        let same = doc! {"generation": generation};
         let ended = if *state == RuleState::Live {
             doc! {"degraded": ""}
         } else {
@@ -610,22 +619,18 @@ impl Store {
         let mut state = state_fields(state)?;
         state.insert("progress", progress_field(progress));
         if let Some(passed) = passed {
-            let (mut keeps, mut both) = (filter.clone(), state.clone());
+            let (mut keeps, mut both) = (same.clone(), state.clone());
             keeps.insert("keeping", doc! {"$type": "object"});
             both.insert("keeping.passed", vec![passed.clone()]);
             let update = doc! {"$set": both, "$unset": ended.clone(), "$pull": written_again(rule)};
-            if bounded(rules.update_one(keeps, update)).await?.matched_count > 0 {
+            if self.update_own(server, &rule.name, keeps, update).await? {
                 return Ok(true);
             }
             // The record keeps nothing any more: the answer to `end_keeping` was lost.
         }
         // A delayed write moves the progress back.
         let update = doc! {"$set": state, "$unset": ended, "$pull": written_again(rule)};
-        let done = bounded(rules.update_one(filter, update)).await?.matched_count > 0;
-        if !done {
-            not_superseded(server, &rules, self.id("rule", &rule.name)).await?;
-        }
-        Ok(done)
+        self.update_own(server, &rule.name, same, update).await
     }
 }
 

@@ -265,6 +265,7 @@ impl Scale {
         let weather = |seed, kinds| Weather::new(seed, server.model.clone(), kinds, &self.faults, test);
         let mut of_cluster = weather(self.seed, &Fault::CLUSTER);
         let mut of_daemons = weather(!self.seed, &Fault::DAEMONS);
+        let mut transactions = 0;
         for round in 0..self.rounds {
             let mut other = None;
             if round == 1 {
@@ -306,7 +307,7 @@ impl Scale {
                 played.and(struck.and(ended).map_err(Failed::new))
             };
             let (played, watched) = tokio::join!(watched, watch(test, &server.model, &addresses, &stop));
-            played.and(watched)?;
+            transactions += played.and(watched)?;
             trace.add("the faults are over");
             if let Some(nth) = daemons.iter().position(Instance::has_ended) {
                 return Err(Failed::new(format!("daemon {nth} has ended by itself")));
@@ -323,7 +324,9 @@ impl Scale {
         mirrors_match(&server.model, &test.name)?;
         terms_rise(&server.model, state_of(&db).name())?;
         times_rise(&server.model, &test.name, &histories)?;
-        let struck: BTreeMap<Fault, u32> = of_cluster.struck.into_iter().chain(of_daemons.struck).collect();
+        let struck = of_cluster.struck.into_iter().chain(of_daemons.struck);
+        let struck = struck.map(|(fault, times)| (format!("{fault:?}"), times));
+        let struck: BTreeMap<String, u32> = struck.chain([("Transactions".to_owned(), transactions)]).collect();
         println!("{STRUCK}{}", serde_json::to_string(&struck).unwrap());
         Ok(())
     }
@@ -626,10 +629,10 @@ fn terms_rise(model: &Model, state: &str) -> Result<()> {
     let numbers: Vec<i32> = numbers.map(|number| number.and_then(|number| number.as_i32()).unwrap_or(1)).collect();
     for collection in ["terms", POSITIONS, RULES, fan_out::COLLECTION] {
         // A partition that is back begins with the term of its lease, which somebody may have deleted.
-        let begins_anew = |term: &Option<Bson>| term.is_none() && [POSITIONS, RULES].contains(&collection);
+        let is_deletion = |term: &Option<Bson>| term.is_none() && [POSITIONS, RULES].contains(&collection);
         for (id, terms) in model.values(state, collection, "term") {
             let rises = |pair: &[i64]| pair[0] < pair[1] || (pair[0] == pair[1] && collection != "terms");
-            for terms in terms.split(begins_anew) {
+            for terms in terms.split(is_deletion) {
                 let terms: Vec<i64> = terms.iter().flatten().filter_map(Bson::as_i64).collect();
                 if !terms.windows(2).all(rises) {
                     return Err(Failed::new(format!("the terms of {id} in `{collection}` do not rise: {terms:?}")));
@@ -682,12 +685,12 @@ async fn at_rest(server: &Server, test: &TestDb) -> Result<()> {
     }
 }
 
-/// Writes markers, and compares what the instances say with the copies, until `stop`.
-async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &AtomicBool) -> Result<()> {
+/// Writes markers, and compares what the instances say with the copies, until `stop`. Returns the number of committed transactions.
+async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &AtomicBool) -> Result<u32> {
     let db = test.database();
     let mut written: Vec<Written> = Vec::new();
     let mut lost: BTreeMap<String, (i64, Instant)> = BTreeMap::new();
-    let mut turn = 0_usize;
+    let (mut turn, mut transactions) = (0_usize, 0);
     while !stop.load(Ordering::Relaxed) {
         tokio::time::sleep(Duration::from_millis(20)).await;
         turn += 1;
@@ -703,6 +706,7 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
         let ids: Vec<i32> = if is_transaction { (0..MARKERS).collect() } else { vec![n % MARKERS] };
         let write = write_markers(&db, &ids, n, is_transaction);
         let time = tokio::time::timeout(Duration::from_secs(5), write).await.ok().flatten();
+        transactions += u32::from(is_transaction && time.is_some());
         if let Some(time) = time {
             written.extend(ids.iter().map(|id| (*id, n, time)));
         }
@@ -731,7 +735,7 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
             are_current(model, &test.name, &written, as_of, format_args!("the status is {status:#}")).await?;
         }
     }
-    Ok(())
+    Ok(transactions)
 }
 
 /// The rules that are backfilled because changes were lost, by the records of a deployment with one partition, each with its

@@ -19,13 +19,10 @@ pub struct Form {
 
 /// Performs an operation. A refusal by the server is part of the history.
 pub async fn perform(db: &Database, op: Op, form: impl Fn(&str) -> Form) {
-    if let Some(single) = of_document(&op) {
-        return command(db, single).await;
-    }
     let name = op.coll().to_owned();
     match op {
         Op::Insert { .. } | Op::Update { .. } | Op::Replace { .. } | Op::Delete { .. } => {
-            unreachable!("performed above")
+            command(db, of_document(&op).expect("a command")).await;
         }
         Op::Drop { .. } => command(db, doc! {"drop": &name}).await,
         Op::Restore { docs, .. } => {

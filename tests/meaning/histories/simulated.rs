@@ -54,7 +54,7 @@ const WORLDS: u64 = 5;
 /// One in this many worlds is checked by `denormd check`.
 const CHECKED: u64 = 5;
 /// The number of seeds from which every fault strikes.
-const ENOUGH: u64 = 200;
+const ENOUGH: u64 = 500;
 /// The time limits of commands where collections may be large.
 const SHORT: &str = "read_timeout_seconds: 1, write_timeout_seconds: 1, ";
 /// The time by which the clock of a daemon is ahead of the server's in the end, in milliseconds: more than values are kept.
@@ -164,9 +164,8 @@ impl Cluster {
         let mut random = StdRng::seed_from_u64(first ^ 0x6c61_7267);
         let [destroys, large_collections, large_events, waits, crashes, few_removals] =
             [0.25, 0.25, 0.25, 0.4, 0.4, 0.15].map(|share| random.random_bool(share));
-        let start = match (waits, crashes) {
-            // A first backfill that the removal limit blocks does not end.
-            _ if few_removals => Start::AtOnce,
+        // A first backfill that the removal limit blocks does not end.
+        let start = match (waits && !few_removals, crashes) {
             (false, _) => Start::AtOnce,
             (true, false) => Start::AfterBackfill,
             (true, true) => Start::AfterCrash,
@@ -199,7 +198,7 @@ impl Cluster {
         if start == Start::AfterBackfill && partitions[0] == 1 && !(is_slow || large_collections || large_events) {
             trees_are_written_once(&server.model, &test.name, &histories);
         }
-        // What the model does not know, `check` cannot read.
+        // A command that the model does not know would make `check` fail.
         if server.model.unknown().is_empty() {
             // The first time inside a field creates the field.
             let alone = server.model.alone(&test.name, &[TOUCHED[0], TOUCHED[1], "seen"]);
@@ -279,8 +278,8 @@ fn trees_are_written_once(model: &Model, database: &str, histories: &[History]) 
 /// what `undo` has put back.
 async fn undo_puts_back_what_was_there(run: &Run, server: &Server, test: &TestDb, histories: &[History]) {
     // Kept values expire by the clock of the server.
-    let (begun, ahead) = (tokio::time::Instant::now(), clock::wall_millis() + AHEAD);
-    clock::simulate(move || ahead + clock::millis(begun.elapsed()));
+    let (start, ahead) = (tokio::time::Instant::now(), clock::wall_millis() + AHEAD);
+    clock::simulate(move || ahead + clock::millis(start.elapsed()));
     server.model.elect(0, -AHEAD);
     let daemon = Daemon::start_config(&Run::config(test, "[]", SHORT, run.partitions[1])).await;
     tokio::time::sleep(EXPIRED).await;

@@ -1,7 +1,7 @@
 //! Large collections, whose commands exceed their time limits, and large events, which cannot be sent.
 //!
-//! What is large follows from names and times alone: the same command about the same documents always takes too long, and the
-//! same event is always too large.
+//! Whether a collection is large depends only on its name, and whether an event is large only on its time. So a command or an event
+//! that is repeated has the same outcome.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -122,7 +122,7 @@ mod tests {
     async fn a_large_event_is_sent_only_without_its_document() {
         let model = Model::new(1);
         model.set_large_events("d", true);
-        let begun = model.run(doc! {"ping": 1, "$db": "d"}).await.get_timestamp("operationTime").unwrap();
+        let start = model.run(doc! {"ping": 1, "$db": "d"}).await.get_timestamp("operationTime").unwrap();
         model.run(doc! {"insert": "c", "documents": [{"_id": 1}], "$db": "d"}).await;
         let updates: Vec<Document> = (0..4000).map(|n| doc! {"q": {"_id": 1}, "u": {"$set": {"n": n}}}).collect();
         model.run(doc! {"update": "c", "updates": updates, "$db": "d"}).await;
@@ -132,7 +132,7 @@ mod tests {
         };
         assert!(failures.contains(&10334) && failures.contains(&CLOSES), "{failures:?}");
         for (projection, passes) in [(doc! {"ns": 1}, false), (doc! {"unread": {"$literal": true}}, true)] {
-            let stages = vec![doc! {"$changeStream": {"startAtOperationTime": begun}}, doc! {"$project": projection}];
+            let stages = vec![doc! {"$changeStream": {"startAtOperationTime": start}}, doc! {"$project": projection}];
             let opened = model.run(doc! {"aggregate": 1, "pipeline": stages, "cursor": {}, "$db": "d"}).await;
             let id = opened.get_document("cursor").unwrap().get_i64("id").unwrap();
             let more = doc! {"getMore": id, "collection": "$cmd.aggregate", "maxTimeMS": 1, "$db": "d"};

@@ -44,7 +44,7 @@ impl Generator {
             }
         }
         if self.beside.random_bool(0.05) {
-            // `touch` leaves such a value as it is, and the rule's values are written all the same.
+            // `touch` must leave such a value alone, and the rule must still write its other values.
             let in_2100 = Bson::DateTime(DateTime::from_millis(4_102_444_800_000));
             document.insert(TOUCHED[0], pick(&mut self.beside, &[in_2100, bson!("mine")]));
         }
@@ -281,7 +281,8 @@ fn scalar(rng: &mut StdRng) -> Bson {
     )
 }
 
-/// Numbers of one kind whose sum depends on their order, in a third of the worlds. More than 2^57 would exceed a long where the daemon multiplies a number by the count of its sources, and the simulated server does not decide that.
+/// Numbers of one kind whose sum depends on their order, in a third of the worlds. More than 2^57 would exceed a long where
+/// the daemon multiplies a number by the count of its sources, and the simulated server does not decide that.
 pub(super) fn numbers(rng: &mut StdRng) -> Vec<Bson> {
     match rng.random_range(0..9) {
         0 => vec![bson!(1e100), bson!(-1e100)],
