@@ -33,8 +33,8 @@ use canary::Canary;
 use causes::ActiveCause;
 use currency::Currency;
 use denormd_engine::{
-    deployment::lease::Holder,
-    events::{Event, Journal, instance},
+    deployment::{lease::Holder, name::InstanceName},
+    events::{Event, Journal},
     metrics::{Cause, Metrics},
     reconcile::Context,
     snapshot::Snapshot,
@@ -76,6 +76,7 @@ pub struct Board {
     /// The measured values.
     pub metrics: Arc<Metrics>,
     name: String,
+    /// Name of this instance.
     instance: String,
     /// Its creation time, in milliseconds since 1970.
     started: i64,
@@ -92,6 +93,8 @@ struct State {
     left: BTreeMap<u32, Snapshot>,
     /// Number of partitions.
     partitions: u32,
+    /// The id by which this instance is announced to the others.
+    announced: Option<String>,
     times: Times,
     /// The context of this process, once it has reached the cluster, and the time after which a silent instance counts
     /// as gone.
@@ -235,15 +238,15 @@ struct View {
 }
 
 impl Board {
-    /// A board of a deployment, without a pipeline yet.
+    /// A board of a deployment, as this instance sees it, without a pipeline yet.
     #[must_use]
-    pub fn new(name: &str, metrics: Arc<Metrics>) -> Arc<Self> {
+    pub fn new(name: &str, instance: &InstanceName, metrics: Arc<Metrics>) -> Arc<Self> {
         metrics.build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
         let state = State { partitions: 1, ..State::default() };
         Arc::new(Self {
             metrics,
             name: name.to_owned(),
-            instance: instance(),
+            instance: instance.to_string(),
             started: wall_millis(),
             state: Mutex::new(state),
         })
@@ -253,6 +256,11 @@ impl Board {
     pub fn insecure(&self, options: Vec<&'static str>) {
         self.metrics.tls_unverified.set(i64::from(!options.is_empty()));
         self.state().insecure = options;
+    }
+
+    /// Records the id by which this instance is announced to the others.
+    pub fn announced(&self, id: &str) {
+        self.state().announced = Some(id.to_owned());
     }
 
     /// Records the number of partitions of the deployment.

@@ -2,4 +2,5 @@
 
 pub mod instances;
 pub mod lease;
+pub mod name;
 pub mod repartitioning;

@@ -79,24 +79,6 @@ struct Stored {
     instance: String,
 }
 
-/// The name of this process among the instances of a deployment: its host and its process id.
-#[must_use]
-pub fn instance() -> String {
-    instance_name(&host(), std::process::id().into())
-}
-
-/// The name of a process on a host.
-#[must_use]
-pub fn instance_name(host: &str, process: i64) -> String {
-    format!("{host}:{process}")
-}
-
-/// Host name of this machine or container.
-#[must_use]
-pub fn host() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
-}
-
 /// The persisted timeline of one deployment.
 #[derive(Debug)]
 pub struct Journal {

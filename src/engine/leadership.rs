@@ -23,6 +23,7 @@ use crate::{
     deployment::{
         instances::{Member, Next, instances, next},
         lease::{self, Held, Lease},
+        name::InstanceName,
         repartitioning::divide,
     },
     pipeline::{self, Handle},
@@ -59,6 +60,8 @@ pub struct Deployment {
     pub ttl: Duration,
     /// The number of partitions.
     pub partitions: u32,
+    /// The name of this instance in its leases.
+    pub instance: InstanceName,
     /// This instance among the others. A command has none: it leads whatever no other process leads.
     pub member: Option<Member>,
 }
@@ -136,7 +139,7 @@ impl Free {
 
 impl Deployment {
     fn lease(&self, partition: Partition) -> Lease {
-        Lease::new(self.connection.clone(), &self.database, &partition.id(&self.name), self.ttl)
+        Lease::new(self.connection.clone(), &self.database, &partition.id(&self.name), &self.instance, self.ttl)
     }
 
     /// Reads the leases. None while this instance cannot take any. Hands over to an instance with newer rules.

@@ -14,7 +14,10 @@ use denormd_engine::{
         rule_record::Agreement,
         store::{Store, claim_term},
     },
-    deployment::lease::{COLLECTION, Held, Lease},
+    deployment::{
+        lease::{COLLECTION, Held, Lease},
+        name::InstanceName,
+    },
 };
 use denormd_fixture::{ReplicaSet, TestDb};
 use denormd_model::{
@@ -30,7 +33,12 @@ use crate::support::daemon::PATIENCE;
 const TTL: Duration = Duration::from_secs(2);
 
 fn contender(test: &TestDb) -> Lease {
-    Lease::new(Server::new(test.client.clone()), &test.name, "default", TTL)
+    contender_for(test, TTL)
+}
+
+fn contender_for(test: &TestDb, ttl: Duration) -> Lease {
+    let instance = InstanceName::of_this_process();
+    Lease::new(Server::new(test.client.clone()), &test.name, "default", &instance, ttl)
 }
 
 async fn leads(lease: &Lease, within: Duration) -> (Held, Duration) {
@@ -94,7 +102,7 @@ async fn a_server_that_stands_still_longer_than_a_lease_costs_no_take_over() {
     let set = ReplicaSet::start(1).await;
     let test = set.database().await;
     let ttl = Duration::from_secs(6);
-    let lease = Lease::new(Server::new(test.client.clone()), &test.name, "default", ttl);
+    let lease = contender_for(&test, ttl);
     let (held, _) = leads(&lease, ttl).await;
     set.node(0).sigstop();
     tokio::time::sleep(ttl + Duration::from_secs(1)).await;
@@ -270,7 +278,7 @@ async fn a_former_leader_writes_nothing_on_a_primary_whose_clock_is_behind() {
     let set = ReplicaSet::start(1).await;
     let test = set.database().await;
     test.database().collection("t").insert_one(doc! {"_id": 1}).await.unwrap();
-    let lease = Lease::new(Server::new(test.client.clone()), &test.name, "default", Duration::from_secs(60));
+    let lease = contender_for(&test, Duration::from_secs(60));
     let (held, _) = leads(&lease, TTL).await;
     let server = Server::new(test.client.clone()).under(held.fence());
     let write = async |x: i32| {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use bson::{Document, doc};
+use bson::{DateTime, Document, doc};
 use denormd::server::client;
 use denormd_fixture::TestDb;
 use serde_json::Value;
@@ -176,6 +176,27 @@ async fn a_lease_whose_holder_is_not_heard_is_waited_for() {
     })
     .await;
     assert!(!events.contains(&format!("{name} leads")), "{events}");
+}
+
+/// A container that restarts has the name of its predecessor, which counts as alive for the duration of a lease. Each of them was
+/// called this instance, with the rules of the predecessor.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_predecessor_of_the_same_name_is_another_instance() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test).await;
+    let running = Running::start(&test, RULES, LEASE).await;
+    running.until_json("it leads", |status| status["role"] == "leader").await;
+    let instances = test.beside("state").collection::<Document>("instances");
+    let mut predecessor = daemon::until("an instance", async || instances.find_one(doc! {}).await.unwrap()).await;
+    predecessor.get_document_mut("_id").unwrap().insert("instance", "predecessor");
+    predecessor.insert("started", DateTime::from_millis(0));
+    predecessor.insert("plan", "others");
+    instances.insert_one(predecessor).await.unwrap();
+    let has_two = |status: &Value| status["instances"].as_array().is_some_and(|all| all.len() == 2);
+    let status = running.until_json("two instances", has_two).await;
+    let told = |field: &str| [0_usize, 1].map(|nth| status["instances"][nth][field].clone());
+    assert_eq!(told("name")[0], told("name")[1], "{status:#}");
+    assert_eq!((told("this"), told("other_rules")), ([false, true].map(Value::from), [true, false].map(Value::from)));
 }
 
 /// Copies that are reported as current as of a time are current, on both instances, with a chain of rules and dead

@@ -24,6 +24,7 @@ use denormd_engine::{
     deployment::{
         instances::{Member, fingerprint, instances},
         lease::{self, Lease},
+        name::InstanceName,
     },
     events::{Event, Journal},
     request::Task,
@@ -132,13 +133,14 @@ async fn write(test: &TestDb) {
     store.save_position(server, "app", &pipeline, &saved, None, saved.time).await.unwrap();
     store.save_position(server, "other", &pipeline, &position(None), None, saved.time).await.unwrap();
     write_work(server, state, &store, &plan).await;
-    let held = Lease::new(another(), state, DEPLOYMENT, TTL).try_lead().await.unwrap().unwrap();
+    let instance = &InstanceName::of_this_process();
+    let held = Lease::new(another(), state, DEPLOYMENT, instance, TTL).try_lead().await.unwrap().unwrap();
     drop(held);
-    Lease::new(another(), state, "given-back", TTL).try_lead().await.unwrap().unwrap().release().await;
+    Lease::new(another(), state, "given-back", instance, TTL).try_lead().await.unwrap().unwrap().release().await;
     claim_term(server, state, "led-before", 41).await.unwrap();
-    let divided = Member::join(another(), state, DEPLOYMENT, TTL, &plan, 2);
+    let divided = Member::join(another(), state, DEPLOYMENT, instance, TTL, &plan, 2);
     divided.leads(Some(1));
-    let whole = Member::join(another(), state, DEPLOYMENT, TTL, &plan, 1);
+    let whole = Member::join(another(), state, DEPLOYMENT, instance, TTL, &plan, 1);
     until("the instances are announced", async || {
         let instances = all(&server.database(state), "instances").await;
         let leads = instances.iter().filter(|instance| instance.get_i64("leads").is_ok_and(|leads| leads == 1)).count();
@@ -697,9 +699,10 @@ async fn leases_instances_and_formats(version: &str) {
     };
     ends(DEPLOYMENT, 3_600_000).await;
     assert!(lease::is_held(&server, &test.name, &[DEPLOYMENT.to_owned()]).await.unwrap(), "until its end");
-    let lease = Lease::new(Server::new(test.client.clone()), &test.name, DEPLOYMENT, TTL);
+    let instance = &InstanceName::of_this_process();
+    let lease = Lease::new(Server::new(test.client.clone()), &test.name, DEPLOYMENT, instance, TTL);
     assert!(lease.try_lead().await.unwrap().is_none());
-    let given_back = Lease::new(Server::new(test.client.clone()), &test.name, "given-back", TTL);
+    let given_back = Lease::new(Server::new(test.client.clone()), &test.name, "given-back", instance, TTL);
     ends("given-back", 0).await;
     assert_eq!(given_back.try_lead().await.unwrap().unwrap().term(), 2);
 
@@ -714,7 +717,7 @@ async fn leases_instances_and_formats(version: &str) {
     let instances = server.collection(&test.name, "instances");
     let seen = doc! {"$set": {"seen": DateTime::from_millis(DateTime::now().timestamp_millis() + 3_600_000)}};
     instances.update_many(doc! {}, seen).await.unwrap();
-    let member = Member::join(Server::new(test.client.clone()), &test.name, DEPLOYMENT, TTL, &plan, 2);
+    let member = Member::join(Server::new(test.client.clone()), &test.name, DEPLOYMENT, instance, TTL, &plan, 2);
     assert_eq!(member.others().await.unwrap(), [1]);
     assert!(!member.is_outdated().await.unwrap());
 }

@@ -10,6 +10,7 @@ mod faulty;
 mod instance;
 mod perform;
 mod reload;
+mod roles;
 mod simulated;
 mod touch;
 mod weather;

@@ -16,8 +16,7 @@ use crate::{
 use denormd_engine::{
     checkpoint::{rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
-    deployment::lease,
-    events::instance,
+    deployment::{lease, name::InstanceName},
     inspection::adoption::losses,
     reconcile::Context,
 };
@@ -323,7 +322,7 @@ async fn awaited(store: &Store, server: &Server, rule: &Rule) -> Result<Awaited>
 /// True if another process leads one of these partitions.
 async fn is_led_elsewhere(context: &Context, store: &Store, partitions: &[String]) -> Result<bool> {
     let holders = lease::holders(&context.server, store.database(), &context.dead_letters.deployment).await?;
-    let own = instance();
+    let own = InstanceName::of_this_process().to_string();
     Ok(partitions.iter().filter_map(|id| holders.get(id)).any(|holder| holder.instance != own))
 }
 

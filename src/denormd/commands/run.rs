@@ -19,7 +19,7 @@ use crate::{
     status::Board,
 };
 use denormd_engine::{
-    deployment::instances::Member,
+    deployment::{instances::Member, name::InstanceName},
     events::Journal,
     leadership::{Deployment, Ended, Event, Share},
     metrics::Metrics,
@@ -66,14 +66,20 @@ pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)])
 /// keeps running while the cluster lacks something: it writes nothing, reports the reason, and tries again.
 pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Failure> {
     let log = logging::start(&loaded.config.log, &loaded.config.name)?;
-    let result = until_stopped(paths, loaded, wait, Signals::listen(paths)?).await;
+    let result = until_stopped(paths, loaded, wait, InstanceName::of_this_process(), Signals::listen(paths)?).await;
     log.end().await;
     result
 }
 
-/// Runs the daemon until `signals` requests a stop; the caller has started the log. The HTTP server and the watchdog stop when
-/// this returns. Open HTTP connections may outlive it.
-pub async fn until_stopped(paths: &[PathBuf], loaded: Loaded, wait: bool, mut signals: Signals) -> Result<(), Failure> {
+/// Runs the daemon as this instance until `signals` requests a stop; the caller has started the log. The HTTP server and the
+/// watchdog stop when this returns. Open HTTP connections may outlive it.
+pub async fn until_stopped(
+    paths: &[PathBuf],
+    loaded: Loaded,
+    wait: bool,
+    instance: InstanceName,
+    mut signals: Signals,
+) -> Result<(), Failure> {
     let files: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
     let (version, config) = (env!("DENORMD_VERSION"), files.join(", "));
     tracing::info!(version, config, deployment = %loaded.config.name, listen = %loaded.config.http.listen, "denormd starts");
@@ -81,7 +87,7 @@ pub async fn until_stopped(paths: &[PathBuf], loaded: Loaded, wait: bool, mut si
     signals.watch(files_of(&loaded));
     let ended = CancellationToken::new();
     let _ended = ended.clone().drop_guard();
-    let (board, guard) = serve(&loaded, &ended)?;
+    let (board, guard) = serve(&loaded, &instance, &ended)?;
     // Startup is complete: the address is bound and the config is valid. The cluster may become available later.
     service::ready();
     let context = tokio::select! {
@@ -93,12 +99,13 @@ pub async fn until_stopped(paths: &[PathBuf], loaded: Loaded, wait: bool, mut si
     let connection = Connection::from(context.server.unfenced());
     let (name, database) = (config.name.clone(), config.state.database.clone());
     let (ttl, partitions) = (config.lease.ttl, config.lease.partitions);
-    let member = Member::join(connection.clone(), &database, &name, ttl, &context.plan, partitions);
+    let member = Member::join(connection.clone(), &database, &name, &instance, ttl, &context.plan, partitions);
+    board.announced(member.id());
     board.keep(Journal::new(connection.clone(), &database, &name));
     board.reached(context.clone(), ttl);
     board.divided(partitions);
     let deployment =
-        Deployment { connection: connection.clone(), database, name, ttl, partitions, member: Some(member) };
+        Deployment { connection: connection.clone(), database, name, ttl, partitions, instance, member: Some(member) };
     let shown = board.clone();
     let mut share = Share::new(deployment, context.clone(), move |handle, first| follows(&shown, handle, first));
     let mut rules = Rules { loaded, context, board, guard, connection, refused: None };
@@ -246,9 +253,13 @@ fn is_writable_by_all(_file: &Path) -> bool {
 }
 
 /// Binds the address before anything else, and serves until `ended`.
-fn serve(loaded: &Loaded, ended: &CancellationToken) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
+fn serve(
+    loaded: &Loaded,
+    instance: &InstanceName,
+    ended: &CancellationToken,
+) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
     let listener = server::bind(loaded.config.http.listen)?;
-    let board = Board::new(&loaded.config.name, Metrics::new()?);
+    let board = Board::new(&loaded.config.name, instance, Metrics::new()?);
     board.insecure(connect::insecure(&loaded.config.mongodb.uri));
     let guard = Arc::new(Guard::default());
     guard.obey(&loaded.config.http);

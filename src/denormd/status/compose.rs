@@ -59,7 +59,7 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
         insecure: state.insecure.iter().map(|option| (*option).to_owned()).collect(),
         leadership: view.leadership.clone(),
         heard_seconds: None,
-        instances: instances(board, state, view),
+        instances: instances(state, view),
         partitions: (state.partitions > 1)
             .then(|| Partitions { of: state.partitions, led: state.attached.keys().copied().collect() }),
         started: board.started,
@@ -139,24 +139,26 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
     }
 }
 
-fn instances(board: &Board, state: &State, view: &View) -> Vec<InstanceReport> {
+fn instances(state: &State, view: &View) -> Vec<InstanceReport> {
     let there = &state.shared.instances;
-    let mine = there.iter().find(|instance| instance.name == board.instance).map(|instance| &instance.plan);
+    // Not by the name: a container that restarts has that of its predecessor, which counts as alive for a while.
+    let is_this = |instance: &Instance| state.announced.as_ref() == Some(&instance.id);
+    let mine = there.iter().find(|instance| is_this(instance)).map(|instance| &instance.plan);
     let leads =
         |name: &str| state.read.iter().flat_map(|read| read.held.values()).any(|holder| holder.instance == name);
-    let role = |name: &str| match &view.leadership {
+    let role = |instance: &Instance| match &view.leadership {
         Leadership::Unknown { .. } => "unknown",
-        mine if name == board.instance => mine.name(),
-        _ if leads(name) => "leader",
+        mine if is_this(instance) => mine.name(),
+        _ if leads(&instance.name) => "leader",
         _ => "standby",
     };
     let report = |instance: &Instance| InstanceReport {
         name: instance.name.clone(),
-        role: role(&instance.name).to_owned(),
+        role: role(instance).to_owned(),
         version: instance.version.clone(),
         started: instance.started,
         other_rules: mine.is_some_and(|mine| *mine != instance.plan),
-        this: instance.name == board.instance,
+        this: is_this(instance),
     };
     there.iter().map(report).collect()
 }

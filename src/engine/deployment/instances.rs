@@ -16,10 +16,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 
-use crate::{
-    checkpoint::read,
-    events::{host, instance_name},
-};
+use crate::{checkpoint::read, deployment::name::InstanceName};
 use denormd_mongo::{Connection, Server, all, bounded, error::Result};
 use denormd_rules::plan::Plan;
 
@@ -76,6 +73,8 @@ pub fn fingerprint(plan: &Plan, partitions: u32) -> String {
 /// An instance as it announces itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Instance {
+    /// Its id, which no other instance has.
+    pub id: String,
     /// Host and process, as a lease names its holder.
     pub name: String,
     /// The program's version.
@@ -97,6 +96,8 @@ pub async fn instances(server: &Server, database: &str, deployment: &str, ttl: D
 /// The fields of an instance that are read, a part of those that [`Place::announce`] writes.
 #[derive(Debug, Deserialize)]
 struct Stored {
+    #[serde(rename = "_id")]
+    id: Id,
     /// The first version does not announce this field and the next.
     #[serde(rename = "host", default = "unknown")]
     host: String,
@@ -113,14 +114,22 @@ struct Stored {
     leads: Option<usize>,
 }
 
+/// The part of the `_id` that is read.
+#[derive(Debug, Deserialize)]
+struct Id {
+    #[serde(rename = "instance")]
+    instance: String,
+}
+
 fn unknown() -> String {
     "unknown".to_owned()
 }
 
 impl From<Stored> for Instance {
     fn from(stored: Stored) -> Self {
-        let Stored { host, program, process, plan, started, .. } = stored;
-        Self { name: instance_name(&host, process), version: program, plan, started: started.timestamp_millis() }
+        let Stored { id, host, program, process, plan, started, .. } = stored;
+        let name = InstanceName { host, process }.to_string();
+        Self { id: id.instance, name, version: program, plan, started: started.timestamp_millis() }
     }
 }
 
@@ -150,7 +159,9 @@ struct Place {
     connection: Connection,
     database: String,
     deployment: String,
+    /// The id of this instance.
     instance: String,
+    name: InstanceName,
     /// An instance that was not seen for this long counts as gone.
     ttl: Duration,
 }
@@ -162,6 +173,7 @@ impl Member {
         connection: impl Into<Connection>,
         database: &str,
         deployment: &str,
+        name: &InstanceName,
         ttl: Duration,
         plan: &Plan,
         partitions: u32,
@@ -171,12 +183,19 @@ impl Member {
             database: database.to_owned(),
             deployment: deployment.to_owned(),
             instance: ObjectId::new().to_hex(),
+            name: name.clone(),
             ttl,
         };
         let announcement = Announcement { plan: fingerprint(plan, partitions), leads: (partitions > 1).then_some(0) };
         let (sender, receiver) = watch::channel(announcement);
         let heartbeat = tokio::spawn(place.clone().keep(receiver));
         Self { place, announcement: sender, partitions, heartbeat }
+    }
+
+    /// The id by which it is announced.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.place.instance
     }
 
     /// Announces a new plan, after the rules were swapped.
@@ -291,8 +310,7 @@ impl Place {
     async fn announce(&self, announcement: &Announcement) -> Result<()> {
         let mut state = doc! {
             "plan": &announcement.plan, "seen": "$$NOW", "started": {"$ifNull": ["$started", "$$NOW"]},
-            "process": i64::from(std::process::id()), "host": {"$literal": host()},
-            "program": env!("CARGO_PKG_VERSION"),
+            "process": self.name.process, "host": {"$literal": &self.name.host}, "program": env!("CARGO_PKG_VERSION"),
         };
         let update = match announcement.leads {
             Some(leads) => {

@@ -29,7 +29,7 @@ use crate::{
         store::{claim_term, highest_term},
         unreadable,
     },
-    events::{host, instance_name},
+    deployment::name::InstanceName,
 };
 use denormd_model::{clock::millis, failpoint, partition::of_deployment};
 use denormd_mongo::{
@@ -95,6 +95,7 @@ pub struct LeaseDocument {
     connection: Connection,
     database: String,
     deployment: String,
+    instance: InstanceName,
     ttl: Duration,
 }
 
@@ -111,13 +112,20 @@ pub struct Held<R: Registry = LeaseDocument> {
 }
 
 impl Lease {
-    /// A claim on the lease of `deployment`, which is kept in `database`.
+    /// A claim of `instance` on the lease of `deployment`, which is kept in `database`.
     #[must_use]
-    pub fn new(connection: impl Into<Connection>, database: &str, deployment: &str, ttl: Duration) -> Self {
+    pub fn new(
+        connection: impl Into<Connection>,
+        database: &str,
+        deployment: &str,
+        instance: &InstanceName,
+        ttl: Duration,
+    ) -> Self {
         let registry = LeaseDocument {
             connection: connection.into(),
             database: database.to_owned(),
             deployment: deployment.to_owned(),
+            instance: instance.clone(),
             ttl,
         };
         Self::of(registry, ttl)
@@ -262,7 +270,8 @@ impl Registry for LeaseDocument {
         let term = doc! {"$add": [{"$max": [{"$ifNull": ["$term", 0_i64]}, before]}, 1_i64]};
         let mine = doc! {
             "_id": "$_id", "term": term, "owner": owner, "until": self.until(),
-            "cluster_until": self.cluster_until(), "host": {"$literal": host()}, "process": i64::from(std::process::id()), "taken": "$$NOW",
+            "cluster_until": self.cluster_until(), "host": {"$literal": &self.instance.host},
+            "process": self.instance.process, "taken": "$$NOW",
         };
         let update = vec![doc! {"$replaceWith": {"$cond": [is_free(), mine, "$$ROOT"]}}];
         let options = FindOneAndUpdateOptions::builder().upsert(true).return_document(ReturnDocument::After).build();
@@ -377,7 +386,7 @@ struct Named {
 /// The leader, as its lease names it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// Name of the instance, as in [`crate::events::instance`]: host and process.
+    /// Name of the instance: host and process.
     pub instance: String,
     /// Term of the leadership.
     pub term: i64,
@@ -402,7 +411,7 @@ pub async fn holders(server: &Server, database: &str, deployment: &str) -> Resul
         }
         let Named { host, process, term, taken, until } = read(COLLECTION, lease)?;
         let (since, until) = (taken.timestamp_millis(), until.timestamp_millis());
-        holders.insert(id, Holder { instance: instance_name(&host, process), term, since, until });
+        holders.insert(id, Holder { instance: InstanceName { host, process }.to_string(), term, since, until });
     }
     Ok(holders)
 }

@@ -14,7 +14,10 @@ use std::{
 
 use bson::{Bson, Document, Timestamp, doc};
 use denormd::server::client;
-use denormd_engine::checkpoint::{fan_out, format, rule_record::RULES, store::POSITIONS};
+use denormd_engine::{
+    checkpoint::{fan_out, format, rule_record::RULES, store::POSITIONS},
+    deployment::lease,
+};
 use denormd_fixture::TestDb;
 use denormd_model::clock;
 use denormd_oracle::{Odd, Op, Options, TOUCHED};
@@ -28,7 +31,7 @@ use tokio::time::Instant;
 use super::{
     History, Step,
     instance::Instance,
-    perform, reload, scanning,
+    perform, reload, roles, scanning,
     simulated::{low_limits, output_of, print_digest, printed, replay},
     weather::{Fault, Trace, Weather},
 };
@@ -163,6 +166,11 @@ impl Scale {
     /// which hides that an earlier one was not waited for.
     fn is_without_chains(&self) -> bool {
         StdRng::seed_from_u64(self.seed ^ 0x6368_6169).random_bool(0.25)
+    }
+
+    /// True if the instances run in containers, by the seed.
+    fn is_in_containers(&self) -> bool {
+        StdRng::seed_from_u64(self.seed ^ 0x6e61_6d65).random()
     }
 
     fn world(&self, seed: u64, database: &str) -> History {
@@ -318,6 +326,7 @@ impl Scale {
                 daemon.repartition(newest).await.map_err(Failed::new)?;
             }
             settle(server, &db, &addresses, &histories).await?;
+            roles::are_told(&daemons).await.map_err(Failed::new)?;
             no_drift(&addresses).await?;
             at_rest(server, test).await?;
         }
@@ -326,7 +335,9 @@ impl Scale {
         times_rise(&server.model, &test.name, &histories)?;
         let struck = of_cluster.struck.into_iter().chain(of_daemons.struck);
         let struck = struck.map(|(fault, times)| (format!("{fault:?}"), times));
-        let struck: BTreeMap<String, u32> = struck.chain([("Transactions".to_owned(), transactions)]).collect();
+        let take_overs = take_overs(&server.model, state_of(&db).name());
+        let counted = [("Transactions".to_owned(), transactions), ("TakeOvers".to_owned(), take_overs)];
+        let struck: BTreeMap<String, u32> = struck.chain(counted).collect();
         println!("{STRUCK}{}", serde_json::to_string(&struck).unwrap());
         Ok(())
     }
@@ -383,7 +394,8 @@ impl Scale {
     async fn start(&self, server: &Server, test: &TestDb, histories: &[History]) -> Vec<Instance> {
         let text = self.config(test, histories);
         Daemon::prepare(&load(&text)).await;
-        let instance = |nth| Instance::new(&text, nth, self.partitions[0], server.model.clone());
+        let in_container = self.is_in_containers();
+        let instance = |nth| Instance::new(&text, nth, self.partitions[0], in_container, server.model.clone());
         let mut daemons: Vec<Instance> = (0..self.daemons).map(instance).collect();
         daemons.iter_mut().for_each(Instance::start);
         daemons
@@ -523,25 +535,21 @@ async fn dead_letters(db: &Database, seed: u64) -> Vec<String> {
     found.iter().filter_map(Bson::as_document).filter(of_world).map(Document::to_string).collect()
 }
 
-/// True if an instance says that everything is applied. None for one that leads nothing: all instances of a simulation have
-/// the same name, so its role is that of a leader that starts, and it answers no `wait`.
-async fn has_applied_all(instance: SocketAddr, db: &Database) -> Option<bool> {
-    if let Some(except) = acknowledged(instance, "/v1/wait?timeout=5").await {
-        return Some(only_with_dead_letters(db, &except).await);
+/// True if an instance says that everything is applied.
+async fn has_applied_all(instance: SocketAddr, db: &Database) -> bool {
+    match acknowledged(instance, "/v1/wait?timeout=5").await {
+        Some(except) => only_with_dead_letters(db, &except).await,
+        None => false,
     }
-    let status = client::get(instance, "/v1/status", Duration::from_secs(5)).await.ok();
-    let status = status.and_then(|answer| answer.json::<Value>().ok());
-    status.is_none_or(|status| status["role"] != "starting").then_some(false)
 }
 
-/// Waits until all leaders say that everything is applied, and compares all worlds. A leader that cannot save its checkpoint
+/// Waits until all instances say that everything is applied, and compares all worlds. A leader that cannot save its checkpoint
 /// still knows its own progress, and the others do not.
 async fn settle(server: &Server, db: &Database, instances: &[SocketAddr], histories: &[History]) -> Result<()> {
     let begun = Instant::now();
     loop {
         let asked = instances.iter().map(|instance| has_applied_all(*instance, db));
-        let answers: Vec<bool> = futures_util::future::join_all(asked).await.into_iter().flatten().collect();
-        if !answers.is_empty() && !answers.contains(&false) {
+        if !futures_util::future::join_all(asked).await.contains(&false) {
             break;
         }
         is_known(&server.model)?;
@@ -648,6 +656,16 @@ fn terms_rise(model: &Model, state: &str) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The number of times that one instance followed another as the leader of a partition.
+fn take_overs(model: &Model, state: &str) -> u32 {
+    let take_overs = model.values(state, lease::COLLECTION, "host").into_values().map(|hosts| {
+        let mut hosts: Vec<Bson> = hosts.into_iter().flatten().collect();
+        hosts.dedup();
+        hosts.len().saturating_sub(1)
+    });
+    u32::try_from(take_overs.sum::<usize>()).unwrap()
 }
 
 /// Fails if a time of `touch` was replaced by an earlier one: the clock of a new primary may be behind.

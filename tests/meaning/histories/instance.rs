@@ -13,6 +13,7 @@ use denormd::{
     },
     server::client,
 };
+use denormd_engine::deployment::name::InstanceName;
 use denormd_simulated::Model;
 use tokio::{sync::oneshot, task::JoinHandle};
 
@@ -30,6 +31,7 @@ pub struct Instance {
     folder: tempfile::TempDir,
     config: String,
     nth: u16,
+    in_container: bool,
     /// Number of starts; part of the app name, so that the cluster can ignore an earlier start.
     starts: u32,
     /// Requests a stop when it is dropped.
@@ -38,12 +40,13 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// A config without `lease`, whose address is replaced. Nothing runs yet.
-    pub fn new(config: &str, nth: u16, partitions: u32, model: Model) -> Self {
+    /// A config without `lease`, whose address is replaced. Nothing runs yet. In a container, it has the same name after each
+    /// start.
+    pub fn new(config: &str, nth: u16, partitions: u32, in_container: bool, model: Model) -> Self {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, PORT + nth));
         let folder = tempfile::tempdir().unwrap();
         let config = config.to_owned();
-        Self { address, partitions, model, folder, config, nth, starts: 0, asked: None, running: None }
+        Self { address, partitions, model, folder, config, nth, in_container, starts: 0, asked: None, running: None }
     }
 
     /// Replaces its config, which it reads within a second if it runs.
@@ -68,14 +71,20 @@ impl Instance {
         format!("denormd-{}.{}", self.nth, self.starts)
     }
 
+    /// The name of this start.
+    pub fn name(&self) -> InstanceName {
+        let process = if self.in_container { 1 } else { i64::from(self.starts) };
+        InstanceName { host: format!("daemon-{}", self.nth), process }
+    }
+
     pub fn start(&mut self) {
         self.starts += 1;
         let (ask, asked) = oneshot::channel();
         self.asked = Some(ask);
         let (paths, text) = ([self.file()], self.text());
         std::fs::write(&paths[0], &text).unwrap();
-        let (loaded, signals) = (load(&text), Signals::until(asked, &paths));
-        self.running = Some(tokio::spawn(async move { until_stopped(&paths, loaded, true, signals).await }));
+        let (loaded, name, signals) = (load(&text), self.name(), Signals::until(asked, &paths));
+        self.running = Some(tokio::spawn(async move { until_stopped(&paths, loaded, true, name, signals).await }));
     }
 
     /// Ends it at this moment: the cluster ignores the tasks that it leaves behind. Returns false if it has not reached the

@@ -480,6 +480,7 @@ fn clusters_of_a_run_differ() {
     let has = |is: &dyn Fn(&Scale) -> bool| drawn.iter().any(is);
     assert!((1..=3).all(|daemons| has(&|scale| scale.daemons == daemons)));
     assert!((1..=3).all(|of| has(&|scale| scale.partitions[0] == of)));
+    assert!(has(&|scale| u32::from(scale.daemons) > scale.partitions[0]), "none of the daemons stands by");
     assert!(has(&|scale| scale.partitions[0] != scale.partitions[1]));
     assert!([2, 32].iter().all(|most| has(&|scale| scale.latency == *most)));
     assert!([false, true].iter().all(|overlaps| has(&|scale| scale.overlaps == *overlaps)));
