@@ -33,7 +33,7 @@ use canary::Canary;
 use causes::ActiveCause;
 use currency::Currency;
 use denormd_engine::{
-    deployment::{lease::Holder, name::InstanceName},
+    deployment::{instances::fingerprint, lease::Holder, name::InstanceName},
     events::{Event, Journal},
     metrics::{Cause, Metrics},
     reconcile::Context,
@@ -185,6 +185,11 @@ impl State {
         let rules = context.plan.rules.iter();
         let starting = rules.filter(|rule| !self.attached.values().all(|one| one.plan.runs(rule)));
         context.plan.with_fed(starting.map(|rule| rule.name.clone()).collect())
+    }
+
+    /// The fingerprint of the newest config's rules, as it is announced to the other instances.
+    fn plan(&self) -> Option<String> {
+        self.cluster.as_ref().map(|(context, _)| fingerprint(&context.plan, self.partitions))
     }
 
     fn runs(&self) -> bool {

@@ -199,6 +199,23 @@ async fn a_predecessor_of_the_same_name_is_another_instance() {
     assert_eq!((told("this"), told("other_rules")), ([false, true].map(Value::from), [true, false].map(Value::from)));
 }
 
+/// A report that a leader wrote before both instances read other rules was passed on as a claim about the new ones.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_claim_about_other_rules_is_not_passed_on() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test).await;
+    let long = "lease: { ttl_seconds: 600 }\n";
+    let (leader, standby) = (Running::start(&test, RULES, long).await, Running::start(&test, RULES, long).await);
+    standby.until_json("a claim", |status| !status["current"].is_null()).await;
+    leader.signal("STOP");
+    let reports = test.beside("state").collection::<Document>("reports");
+    reports.update_many(doc! {}, doc! {"$set": {"status.plan": "others"}}).await.unwrap();
+    let status = standby.until_json("no claim", |status| status["current"].is_null()).await;
+    assert_eq!(status["role"], "standby", "{status:#}");
+    leader.signal("CONT");
+    standby.until_json("a claim", |status| !status["current"].is_null()).await;
+}
+
 /// Copies that are reported as current as of a time are current, on both instances, with a chain of rules and dead
 /// letters.
 #[tokio::test(flavor = "multi_thread")]

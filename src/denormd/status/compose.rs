@@ -59,6 +59,7 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
         insecure: state.insecure.iter().map(|option| (*option).to_owned()).collect(),
         leadership: view.leadership.clone(),
         heard_seconds: None,
+        plan: state.plan(),
         instances: instances(state, view),
         partitions: (state.partitions > 1)
             .then(|| Partitions { of: state.partitions, led: state.attached.keys().copied().collect() }),
@@ -95,8 +96,8 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
 /// The leader's status on a standby: the figures of its last report, with lags that have grown since.
 fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
     let told = (*report.status).clone();
-    // The leader's claim is about its own rules.
-    let has_same_rules = !own.follows_other_rules();
+    // The claim is about the rules that the leader had when it reported.
+    let has_same_rules = told.plan.is_some() && told.plan == own.plan;
     let mut causes = own.causes;
     causes.extend(
         told.causes
@@ -125,6 +126,7 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
         heard_seconds: Some(silence),
         checkpoint_age_seconds: told.checkpoint_age_seconds + silence,
         canary_age_seconds: told.canary_age_seconds.map(|age| age + silence),
+        plan: own.plan,
         instances: own.instances,
         partitions: own.partitions,
         started: own.started,
@@ -143,7 +145,7 @@ fn instances(state: &State, view: &View) -> Vec<InstanceReport> {
     let there = &state.shared.instances;
     // Not by the name: a container that restarts has that of its predecessor, which counts as alive for a while.
     let is_this = |instance: &Instance| state.announced.as_ref() == Some(&instance.id);
-    let mine = there.iter().find(|instance| is_this(instance)).map(|instance| &instance.plan);
+    let plan = state.plan();
     let leads =
         |name: &str| state.read.iter().flat_map(|read| read.held.values()).any(|holder| holder.instance == name);
     let role = |instance: &Instance| match &view.leadership {
@@ -157,7 +159,7 @@ fn instances(state: &State, view: &View) -> Vec<InstanceReport> {
         role: role(instance).to_owned(),
         version: instance.version.clone(),
         started: instance.started,
-        other_rules: mine.is_some_and(|mine| *mine != instance.plan),
+        other_rules: plan.as_ref().is_some_and(|plan| *plan != instance.plan) && !is_this(instance),
         this: is_this(instance),
     };
     there.iter().map(report).collect()

@@ -46,6 +46,9 @@ pub struct Status {
     /// the first report.
     #[serde(default)]
     pub heard_seconds: Option<f64>,
+    /// Fingerprint of the rules of this instance, by which instances are compared. None before the cluster is reached.
+    #[serde(default)]
+    pub plan: Option<String>,
     /// The running instances.
     #[serde(default)]
     pub instances: Vec<InstanceReport>,
