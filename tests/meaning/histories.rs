@@ -1,6 +1,6 @@
 //! Random histories against an oracle that shares no code with the plan.
 //!
-//! Each world is a set of rules over its own collections; hundreds of worlds share one database and one daemon. The
+//! Each world is a set of rules over its own collections; dozens of worlds share one database and one daemon. The
 //! seed of a failure is printed; `DENORMD_SEED` replays it, `DENORMD_HISTORIES` sets the number of histories,
 //! `DENORMD_FIRST` the first seed (1; `random` draws it, as `make histories` does), and `DENORMD_ODD` the odd kinds of
 //! worlds: `all`, `none`, or names separated by commas. With `DENORMD_RELOADS=1`, as in `make histories`, another config
@@ -294,7 +294,7 @@ impl History {
         }
         // A rule whose source was briefly gone is blocked until the source is looked for again, possibly at this
         // moment.
-        let was_lacking = scanning(self).iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
+        let was_lacking = configured_rules(self).iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
         if self.sources_are_back(daemon).await || was_lacking {
             daemon.settled().await;
         }
@@ -307,7 +307,7 @@ impl History {
         if found.is_empty() || self.lacks_source(daemon) {
             return Vec::new();
         }
-        for rule in scanning(self) {
+        for rule in configured_rules(self) {
             if daemon.retry_dead_letters(rule.get_str("name").unwrap()).await {
                 daemon.settled().await;
                 let again = self.agree_to_removals(daemon).await;
@@ -345,7 +345,7 @@ impl History {
 
     /// True if a rule is blocked because its source is gone.
     fn lacks_source(&self, daemon: &Daemon) -> bool {
-        scanning(self).iter().any(|rule| daemon.lacks_source(rule.get_str("name").unwrap()))
+        configured_rules(self).iter().any(|rule| daemon.lacks_source(rule.get_str("name").unwrap()))
     }
 
     /// The differences now.
@@ -490,7 +490,7 @@ impl Run {
             println!("limits: {{ {limits}}}");
         }
         let config = |histories: &[History], partitions: u32| {
-            let rules: Vec<Document> = histories.iter().flat_map(scanning).collect();
+            let rules: Vec<Document> = histories.iter().flat_map(configured_rules).collect();
             Self::config(test, &rules_as_json(&rules), &limits, partitions)
         };
         let text = config(&histories, self.partitions[0]);
@@ -630,9 +630,17 @@ async fn fail(test: &TestDb, limits: &str, round: usize, failures: BTreeMap<u64,
     );
 }
 
-fn scanning(history: &History) -> Vec<Document> {
-    let scans = |rule: &Document| rule.clone().into_iter().chain(doc! {"allow_scan": true}).collect();
-    history.rules.iter().map(scans).collect()
+/// The rules of the current config. In three of four worlds no audit repairs what went wrong, unless others write the copies.
+fn configured_rules(history: &History) -> Vec<Document> {
+    let configured = |rule: &Document| {
+        let mut rule = rule.clone();
+        rule.insert("allow_scan", true);
+        if !rule.contains_key("guard") && !history.seed.is_multiple_of(4) {
+            rule.insert("guard", "off");
+        }
+        rule
+    };
+    history.rules.iter().map(configured).collect()
 }
 
 /// The odd kinds that a world may have.
@@ -661,38 +669,38 @@ fn everything(prefix: String) -> Options {
 #[tokio::test(flavor = "multi_thread")]
 async fn copy_rules_converge_whatever_happens() {
     Run::new(|prefix| Options { mixed_composite: true, id_parts: true, odd: odd(), ..Options::new(prefix) })
-        .many(100)
+        .many(40)
         .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn all_rules_converge_whatever_happens() {
-    Run::new(everything).many(100).await;
+    Run::new(everything).many(40).await;
 }
 
 /// Every partition writes its own share, and together they write the same as a single one.
 #[tokio::test(flavor = "multi_thread")]
 async fn all_rules_converge_in_three_partitions() {
-    Run { partitions: [3, 3], ..Run::new(everything) }.many(60).await;
+    Run { partitions: [3, 3], ..Run::new(everything) }.many(25).await;
 }
 
 /// Work done with one number of partitions remains valid with another one, and unfinished work is not lost.
 #[tokio::test(flavor = "multi_thread")]
 async fn all_rules_converge_when_the_partitions_change() {
-    Run { partitions: [2, 3], ..Run::new(everything) }.many(30).await;
+    Run { partitions: [2, 3], ..Run::new(everything) }.many(15).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn references_that_dangle_are_removed_with_their_element_or_target() {
     Run::new(|prefix| Options { destroy: true, mixed_composite: true, odd: odd(), ..Options::new(prefix) })
-        .many(50)
+        .many(25)
         .await;
 }
 
 /// Few worlds for each daemon: with many kinds of collections the stream filters out no update.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_rules_of_one_application_converge() {
-    Run { at_once: 4, ..Run::new(everything) }.many(12).await;
+    Run { at_once: 4, ..Run::new(everything) }.many(8).await;
 }
 
 /// A very small queue, in batches of a few keys, while all worlds write at once.
@@ -702,7 +710,7 @@ async fn all_rules_converge_with_a_tiny_queue() {
         let (pending, keys, batches) = (rng.random_range(2..=50), rng.random_range(1..=10), rng.random_range(1..=3));
         format!("pending: {pending}, batch_keys: {keys}, batches: {batches}, ")
     };
-    Run { limits, ..Run::new(everything) }.many(15).await;
+    Run { limits, ..Run::new(everything) }.many(8).await;
 }
 
 /// Reads that take too long: their keys run alone, for longer each time, while others continue.
@@ -718,7 +726,7 @@ async fn all_rules_converge_where_reads_take_too_long() {
 async fn copies_that_others_write_are_repaired() {
     let options = |prefix| Options { write_owned: true, ..everything(prefix) };
     let limits = |_: &mut StdRng| "audit_per_second: 100000, ".to_owned();
-    Run { limits, repaired: true, ..Run::new(options) }.many(30).await;
+    Run { limits, repaired: true, ..Run::new(options) }.many(15).await;
 }
 
 #[tokio::test]

@@ -29,9 +29,9 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::{
-    History, Step,
+    History, Step, configured_rules,
     instance::Instance,
-    perform, reload, roles, scanning,
+    perform, reload, roles,
     simulated::{low_limits, output_of, print_digest, printed, replay},
     weather::{Fault, Trace, Weather},
 };
@@ -379,7 +379,7 @@ impl Scale {
                 // An audit would repair what went wrong.
                 _ => doc! {"adopt": true, "guard": "off"},
             };
-            scanning(history).into_iter().map(move |rule| rule.into_iter().chain(more.clone()).collect())
+            configured_rules(history).into_iter().map(move |rule| rule.into_iter().chain(more.clone()).collect())
         });
         let rules: Vec<Document> = rules.collect();
         let more = if rules.is_empty() { "" } else { "," };
