@@ -14,6 +14,7 @@ mod roles;
 mod simulated;
 mod touch;
 mod weather;
+mod writes;
 
 use std::{
     cell::RefCell,

@@ -34,6 +34,7 @@ use super::{
     perform, reload, roles,
     simulated::{low_limits, output_of, print_digest, printed, replay},
     weather::{Fault, Trace, Weather},
+    writes,
 };
 use crate::support::daemon::{Daemon, PATIENCE, all, config, load, log_to_the_test, rules_as_json, until};
 
@@ -236,6 +237,7 @@ impl Scale {
         let server = Server::start_set(Model::new(self.seed), 2).await.unwrap();
         server.model.set_latency(Duration::from_millis(self.latency));
         let test = TestDb::named(server.uri(), "app").await;
+        server.model.record_writes("denormd", &test.name);
         if self.large_collections {
             server.model.set_large_collections(&test.name);
         }
@@ -329,6 +331,7 @@ impl Scale {
             roles::are_told(&daemons).await.map_err(Failed::new)?;
             no_drift(&addresses).await?;
             at_rest(server, test).await?;
+            only_own_writes(&server.model, &test.name, &histories)?;
         }
         mirrors_match(&server.model, &test.name)?;
         terms_rise(&server.model, state_of(&db).name())?;
@@ -685,6 +688,13 @@ fn times_rise(model: &Model, database: &str, histories: &[History]) -> Result<()
         }
     }
     Ok(())
+}
+
+/// Fails if an instance has written what no rule may write.
+fn only_own_writes(model: &Model, database: &str, histories: &[History]) -> Result<()> {
+    let markers: [Document; 2] = [MARKER, MIRROR].map(|rule| serde_json::from_str(rule).unwrap());
+    let found = writes::foreign(&model.take_writes(), histories, &markers, database);
+    found.map_or(Ok(()), |(seed, text)| Err(Failed { seed, text }))
 }
 
 /// Fails if anything is written to the application's database while nothing changes.

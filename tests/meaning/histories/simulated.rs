@@ -36,7 +36,7 @@ use super::{
     History, Run, Start, Step,
     faulty::{Scale, simulate_and_shrink},
     perform::world,
-    reload, seeds,
+    reload, seeds, writes,
 };
 use crate::support::{daemon::Daemon, seeds::from_environment};
 
@@ -160,6 +160,7 @@ impl Cluster {
         let Self { first, count, partitions, reloads } = self;
         let server = Server::start_set(Model::new(first), 1).await.unwrap();
         let test = TestDb::named(server.uri(), "app").await;
+        server.model.record_writes("denormd", &test.name);
         // The limits are drawn from the same seed.
         let mut random = StdRng::seed_from_u64(first ^ 0x6c61_7267);
         let [destroys, large_collections, large_events, waits, crashes, few_removals] =
@@ -209,6 +210,9 @@ impl Cluster {
             if start != Start::AtOnce {
                 undo_puts_back_what_was_there(&run, &server, &test, &histories).await;
             }
+        }
+        if let Some((_, text)) = writes::foreign(&server.model.take_writes(), &histories, &[], &test.name) {
+            panic!("{text}");
         }
         let unknown = server.model.unknown();
         if !unknown.is_empty() {

@@ -18,6 +18,7 @@ use crate::{
     tree,
     value::{compare, equal, identical, is_nothing},
 };
+pub(crate) use created::has_more;
 
 /// Rules against which worlds are checked.
 #[derive(Debug, Clone)]

@@ -30,7 +30,8 @@
 //! If the current value depends on the past (`keep`, `once`, a target outside `target.where`, a write that the server
 //! refuses, a circle in a tree), the oracle expects the stored value: it cannot tell a value that was kept correctly from one that was not.
 //! It checks `remove` and `delete` by documents that should be gone, not by documents that should still exist. Some of both
-//! follow from the world at an earlier comparison: [`Oracle::staying`].
+//! follow from the world at an earlier comparison: [`Oracle::staying`]. The oracle takes fields that no rule
+//! owns from the stored documents: [`may_write`] finds a write that changes them.
 
 mod accumulate;
 mod differences;
@@ -38,6 +39,7 @@ mod expected;
 mod expression;
 mod generate;
 mod op;
+mod ownership;
 mod path;
 mod query;
 mod rule;
@@ -52,6 +54,7 @@ pub use differences::differences;
 pub use expected::{Expectation, Oracle, Staying, expected};
 pub use generate::{Generator, NOT_UTF8, Odd, Options, TOUCHED};
 pub use op::Op;
+pub use ownership::may_write;
 pub use query::matches;
 pub use rule::Rule;
 pub use value::{compare, equal, identical};

@@ -36,6 +36,8 @@ pub struct Rule {
     pub otherwise: Option<Document>,
     /// `once`
     pub once: bool,
+    /// `touch`
+    pub touch: Option<Path>,
     /// `on_empty: unset`
     pub unset_on_empty: bool,
     /// `recursive`, with `max_depth`
@@ -259,6 +261,7 @@ impl Rule {
             key_type,
             otherwise: body.get_document("otherwise").ok().cloned(),
             once: body.get_bool("once").unwrap_or(false),
+            touch: body.get_str("touch").ok().map(Path::parse),
             unset_on_empty: body.get_str("on_empty").is_ok_and(|value| value == "unset"),
             tree: body.get_bool("recursive").unwrap_or(false).then(|| {
                 let most = body.get("max_depth").and_then(whole).and_then(|most| usize::try_from(most).ok());

@@ -14,6 +14,7 @@ mod large;
 mod oplog;
 mod projection;
 mod read;
+mod record;
 mod replication;
 mod replies;
 mod state;
@@ -24,6 +25,7 @@ mod wire;
 mod write;
 
 pub use faults::Faults;
+pub use record::Write;
 pub use replication::Held;
 pub use replies::{Failure, UNKNOWN};
 pub use state::Model;

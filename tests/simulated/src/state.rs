@@ -19,6 +19,7 @@ use crate::{
     faults::Faults,
     oplog::Entry,
     read::{is_set, time_limit},
+    record::Record,
     replication::{Connection, Held, Topology, is_majority, wants_majority},
     replies::{CLOSES, Failure, Result, TOO_LONG, UNKNOWN},
     stream::Stream,
@@ -87,6 +88,10 @@ pub struct State {
     pub large_collections: Option<String>,
     /// The database with large events, and true if some of them close the connection.
     pub large_events: Option<(String, bool)>,
+    /// The program whose command is running.
+    pub program: String,
+    /// The recorded writes of chosen programs.
+    pub record: Option<Record>,
     /// The names of all programs that have connected.
     pub programs: BTreeSet<String>,
     /// The programs whose commands are ignored.
@@ -147,6 +152,8 @@ impl Model {
             latency: Duration::ZERO,
             large_collections: None,
             large_events: None,
+            program: String::new(),
+            record: None,
             programs: BTreeSet::new(),
             ignored: BTreeSet::new(),
             disconnected: BTreeSet::new(),
@@ -216,6 +223,7 @@ impl Model {
                 if !is_hello(command) && !state.is_open(connection) {
                     return None;
                 }
+                state.program.clone_from(&connection.program);
                 let before = state.last;
                 let progress = state.run(connection.member, command, waited);
                 if state.last != before {

@@ -63,6 +63,7 @@ impl State {
         }
         self.create(namespace, Document::new());
         self.check_unique(namespace, &document, None)?;
+        self.record(namespace, None, Some(&document));
         self.data.entry(namespace.to_owned()).or_default().push(document.clone());
         self.emit(namespace, Change::Insert(document));
         Ok(id)
@@ -204,6 +205,7 @@ impl State {
                 }
             };
             self.check_unique(namespace, &after, Some(*at))?;
+            self.record(namespace, Some(&before), Some(&after));
             done.modified += 1;
             (done.before, done.after) = (Some(before), Some(after.clone()));
             if let Some(rows) = self.data.get_mut(namespace) {
@@ -276,6 +278,7 @@ impl State {
         let Some(rows) = self.data.get_mut(namespace) else { return };
         let Some(at) = rows.iter().position(|row| compare(row.get("_id"), id).is_eq()) else { return };
         let row = rows.remove(at);
+        self.record(namespace, Some(&row), None);
         let keeps = self.collections.get(namespace).is_some_and(crate::state::Meta::keeps_pre_images);
         let id = row.get("_id").cloned().unwrap_or(Bson::Null);
         self.emit(namespace, Change::Delete { id, before: keeps.then_some(row) });

@@ -135,7 +135,7 @@ fn id_of(rule: &Rule, key: &[Bson]) -> Bson {
 }
 
 /// True if a document has a path that no rule owns. Arrays around owned paths belong to others.
-fn has_more(document: &Document, owned: &[Path], others: &[&str]) -> bool {
+pub(crate) fn has_more(document: &Document, owned: &[Path], others: &[&str]) -> bool {
     let plain = |path: &&Path| path.0.iter().all(|part| matches!(part, Part::Field(_)));
     let owned: Vec<Vec<&str>> = owned.iter().filter(plain).map(Path::names).collect();
     more(document, &owned, others)
