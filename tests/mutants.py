@@ -11,7 +11,7 @@ Before that the same tests run without any bug, to show that it is the bug they 
     --only NAME       only these, several with commas between
     --skip-unplanted  do not run the tests without a bug first
     --simulate SEEDS  try the bugs of the engine with so many seeds of the simulator instead, and say which seed found each;
-                      without --only, those alone that a simulation can see
+                      without --only, only the bugs without `unseen`
 
 Exit code 1 when a bug goes unnoticed, or when it could not be tried: it no longer fits the source, it does not build,
 or its tests did not end.
@@ -188,7 +188,7 @@ def main():
         mutants = [mutant for mutant in mutants if mutant["file"].startswith("src/engine/")]
         unseen = [mutant for mutant in mutants if "unseen" in mutant and not given.only]
         mutants = [simulated(mutant, given.simulate) for mutant in mutants if mutant not in unseen]
-        say(f"{len(mutants)} bugs; {len(unseen)} others cannot make a run fail, each for the reason that mutants.toml has")
+        say(f"trying {len(mutants)} bugs; {len(unseen)} others cannot make a run fail (`unseen` in mutants.toml)")
     width = max(len(mutant["name"]) for mutant in mutants)
     if given.list:
         for mutant in mutants:

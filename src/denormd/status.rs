@@ -99,6 +99,8 @@ struct State {
     /// The context of this process, once it has reached the cluster, and the time after which a silent instance counts
     /// as gone.
     cluster: Option<(Arc<Context>, Duration)>,
+    /// The fingerprint of that context's rules.
+    plan: Option<String>,
     /// The leases as they were last read.
     read: Option<Reading>,
     /// The leadership at the last check, against which changes are found.
@@ -187,11 +189,6 @@ impl State {
         context.plan.with_fed(starting.map(|rule| rule.name.clone()).collect())
     }
 
-    /// The fingerprint of the newest config's rules, as it is announced to the other instances.
-    fn plan(&self) -> Option<String> {
-        self.cluster.as_ref().map(|(context, _)| fingerprint(&context.plan, self.partitions))
-    }
-
     fn runs(&self) -> bool {
         !self.attached.values().any(|context| context.published.borrow().ended)
     }
@@ -243,7 +240,7 @@ struct View {
 }
 
 impl Board {
-    /// A board of a deployment, as this instance sees it, without a pipeline yet.
+    /// The board of this instance, without a pipeline yet.
     #[must_use]
     pub fn new(name: &str, instance: &InstanceName, metrics: Arc<Metrics>) -> Arc<Self> {
         metrics.build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
@@ -283,7 +280,9 @@ impl Board {
     /// Records the context that this process uses outside of any pipeline: the cluster is reached, or the config was
     /// read again.
     pub fn reached(&self, context: Arc<Context>, ttl: Duration) {
-        self.state().cluster = Some((context, ttl));
+        let mut state = self.state();
+        state.plan = Some(fingerprint(&context.plan, state.partitions));
+        state.cluster = Some((context, ttl));
     }
 
     /// Records that the pipeline of a partition runs: this process leads it.

@@ -178,8 +178,8 @@ async fn a_lease_whose_holder_is_not_heard_is_waited_for() {
     assert!(!events.contains(&format!("{name} leads")), "{events}");
 }
 
-/// A container that restarts has the name of its predecessor, which counts as alive for the duration of a lease. Each of them was
-/// called this instance, with the rules of the predecessor.
+/// A container that restarts has the name of its predecessor, which counts as alive for the duration of a lease. Both were marked as
+/// the reporting instance, and rules were compared with those of the predecessor.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_predecessor_of_the_same_name_is_another_instance() {
     let test = denormd_fixture::database().await;
@@ -190,6 +190,7 @@ async fn a_predecessor_of_the_same_name_is_another_instance() {
     let mut predecessor = daemon::until("an instance", async || instances.find_one(doc! {}).await.unwrap()).await;
     predecessor.get_document_mut("_id").unwrap().insert("instance", "predecessor");
     predecessor.insert("started", DateTime::from_millis(0));
+    predecessor.insert("seen", DateTime::from_millis(i64::from(u32::MAX) * 1000));
     predecessor.insert("plan", "others");
     instances.insert_one(predecessor).await.unwrap();
     let has_two = |status: &Value| status["instances"].as_array().is_some_and(|all| all.len() == 2);
@@ -197,23 +198,35 @@ async fn a_predecessor_of_the_same_name_is_another_instance() {
     let told = |field: &str| [0_usize, 1].map(|nth| status["instances"][nth][field].clone());
     assert_eq!(told("name")[0], told("name")[1], "{status:#}");
     assert_eq!((told("this"), told("other_rules")), ([false, true].map(Value::from), [true, false].map(Value::from)));
+    assert_eq!(told("role"), ["standby", "leader"].map(Value::from));
 }
 
-/// A report that a leader wrote before both instances read other rules was passed on as a claim about the new ones.
+/// A standby passed on the claim of a report that was older than a reload of both instances, or than the leader's term.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_about_other_rules_is_not_passed_on() {
+async fn a_claim_about_other_rules_or_of_an_earlier_term_is_not_passed_on() {
     let test = denormd_fixture::database().await;
     hosts_and_log(&test).await;
     let long = "lease: { ttl_seconds: 600 }\n";
-    let (leader, standby) = (Running::start(&test, RULES, long).await, Running::start(&test, RULES, long).await);
-    standby.until_json("a claim", |status| !status["current"].is_null()).await;
+    let leader = Running::start(&test, RULES, long).await;
+    leader.until_json("it leads", |status| status["role"] == "leader").await;
+    let standby = Running::start(&test, RULES, long).await;
+    let has_claim = |status: &Value| status["role"] == "standby" && !status["current"].is_null();
+    let claim = standby.until_json("a claim", has_claim).await;
     leader.signal("STOP");
     let reports = test.beside("state").collection::<Document>("reports");
-    reports.update_many(doc! {}, doc! {"$set": {"status.plan": "others"}}).await.unwrap();
-    let status = standby.until_json("no claim", |status| status["current"].is_null()).await;
-    assert_eq!(status["role"], "standby", "{status:#}");
+    let plan = claim["plan"].as_str().unwrap();
+    for (plan, term, is_passed_on) in [("others", 1_i64, false), (plan, 1, true), (plan, 0, false)] {
+        daemon::until("the report as the standby passes it on", async || {
+            // A report that was sent before the leader was stopped may arrive later.
+            let report = doc! {"$set": {"status.plan": plan, "status.term": term}};
+            reports.update_many(doc! {}, report).await.unwrap();
+            let status: Value = serde_json::from_str(&standby.text("/v1/status").await).unwrap();
+            (status["role"] == "standby" && status["current"].is_null() != is_passed_on).then_some(())
+        })
+        .await;
+    }
     leader.signal("CONT");
-    standby.until_json("a claim", |status| !status["current"].is_null()).await;
+    standby.until_json("a claim", has_claim).await;
 }
 
 /// Copies that are reported as current as of a time are current, on both instances, with a chain of rules and dead

@@ -102,8 +102,8 @@ pub async fn until_stopped(
     let member = Member::join(connection.clone(), &database, &name, &instance, ttl, &context.plan, partitions);
     board.announced(member.id());
     board.keep(Journal::new(connection.clone(), &database, &name));
-    board.reached(context.clone(), ttl);
     board.divided(partitions);
+    board.reached(context.clone(), ttl);
     let deployment =
         Deployment { connection: connection.clone(), database, name, ttl, partitions, instance, member: Some(member) };
     let shown = board.clone();

@@ -59,7 +59,7 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
         insecure: state.insecure.iter().map(|option| (*option).to_owned()).collect(),
         leadership: view.leadership.clone(),
         heard_seconds: None,
-        plan: state.plan(),
+        plan: state.plan.clone(),
         instances: instances(state, view),
         partitions: (state.partitions > 1)
             .then(|| Partitions { of: state.partitions, led: state.attached.keys().copied().collect() }),
@@ -96,7 +96,13 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
 /// The leader's status on a standby: the figures of its last report, with lags that have grown since.
 fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
     let told = (*report.status).clone();
-    // The claim is about the rules that the leader had when it reported.
+    // The claim is about the rules that the leader had when it reported. Since an earlier term, others may have led.
+    let is_present = match (&told.leadership, &own.leadership) {
+        (Leadership::Leader { term }, Leadership::Standby { leaders }) => {
+            leaders.len() == 1 && leaders[0].term == *term
+        }
+        _ => false,
+    };
     let has_same_rules = told.plan.is_some() && told.plan == own.plan;
     let mut causes = own.causes;
     causes.extend(
@@ -133,7 +139,7 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
         now,
         lag_seconds: view.lags.overall,
         behind_since: rules.iter().filter_map(|rule| rule.behind_since).min(),
-        current: told.current.filter(|_| has_same_rules),
+        current: told.current.filter(|_| is_present && has_same_rules),
         causes,
         rules,
         errors: own.errors.into_iter().chain(told.errors).collect(),
@@ -143,15 +149,17 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
 
 fn instances(state: &State, view: &View) -> Vec<InstanceReport> {
     let there = &state.shared.instances;
-    // Not by the name: a container that restarts has that of its predecessor, which counts as alive for a while.
+    // By id: a restarted container has the name of its predecessor, which counts as alive until its lease time has passed.
     let is_this = |instance: &Instance| state.announced.as_ref() == Some(&instance.id);
-    let plan = state.plan();
+    let mine = there.iter().find(|instance| is_this(instance)).map(|instance| &instance.plan);
+    // Of several instances with one name, only the newest can be alive; they are in the order of their starts.
+    let is_newest = |one: &Instance| there.iter().rfind(|other| other.name == one.name) == Some(one);
     let leads =
         |name: &str| state.read.iter().flat_map(|read| read.held.values()).any(|holder| holder.instance == name);
     let role = |instance: &Instance| match &view.leadership {
         Leadership::Unknown { .. } => "unknown",
         mine if is_this(instance) => mine.name(),
-        _ if leads(&instance.name) => "leader",
+        _ if leads(&instance.name) && is_newest(instance) => "leader",
         _ => "standby",
     };
     let report = |instance: &Instance| InstanceReport {
@@ -159,7 +167,7 @@ fn instances(state: &State, view: &View) -> Vec<InstanceReport> {
         role: role(instance).to_owned(),
         version: instance.version.clone(),
         started: instance.started,
-        other_rules: plan.as_ref().is_some_and(|plan| *plan != instance.plan) && !is_this(instance),
+        other_rules: mine.is_some_and(|mine| *mine != instance.plan),
         this: is_this(instance),
     };
     there.iter().map(report).collect()

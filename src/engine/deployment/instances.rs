@@ -73,7 +73,7 @@ pub fn fingerprint(plan: &Plan, partitions: u32) -> String {
 /// An instance as it announces itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Instance {
-    /// Its id, which no other instance has.
+    /// Unique id.
     pub id: String,
     /// Host and process, as a lease names its holder.
     pub name: String,

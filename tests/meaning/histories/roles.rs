@@ -1,4 +1,4 @@
-//! What the status of each instance says about all of them.
+//! Checks that the status of each instance lists all instances with their roles.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -11,11 +11,11 @@ use tokio::time::Instant;
 
 use super::instance::Instance;
 
-/// The time after the faults in which partitions may be handed over, and an instance that is gone may be named.
+/// Time limit after the faults. Until then, partitions may be handed over, and instances that are gone may be listed.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Waits until the status of every instance has one entry with the right role for each of them, each partition has one leader, and
-/// a standby hears the leaders. Returns the first mistake that is left after the limit.
+/// a standby hears the leaders. Returns the first mistake that remains at the limit.
 pub async fn are_told(daemons: &[Instance]) -> Result<(), String> {
     let names: Vec<String> = daemons.iter().map(|daemon| daemon.name().to_string()).collect();
     let begun = Instant::now();

@@ -211,7 +211,9 @@ impl Cluster {
                 undo_puts_back_what_was_there(&run, &server, &test, &histories).await;
             }
         }
-        if let Some((_, text)) = writes::foreign(&server.model.take_writes(), &histories, &[], &test.name) {
+        let writes = server.model.take_writes();
+        assert!(!writes.is_empty() || count < WORLDS, "no write of the daemon is recorded");
+        if let Some((_, text)) = writes::foreign(&writes, &histories, &[], &test.name) {
             panic!("{text}");
         }
         let unknown = server.model.unknown();

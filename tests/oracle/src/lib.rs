@@ -31,7 +31,7 @@
 //! refuses, a circle in a tree), the oracle expects the stored value: it cannot tell a value that was kept correctly from one that was not.
 //! It checks `remove` and `delete` by documents that should be gone, not by documents that should still exist. Some of both
 //! follow from the world at an earlier comparison: [`Oracle::staying`]. The oracle takes fields that no rule
-//! owns from the stored documents: [`may_write`] finds a write that changes them.
+//! owns from the stored documents; [`may_write`] detects writes that change them.
 
 mod accumulate;
 mod differences;

@@ -18,9 +18,9 @@ enum Change {
     Any,
     /// A value appears.
     Fill,
-    /// A time appears, or replaces another one.
+    /// A time appears, or replaces null or another time.
     Time,
-    /// Elements of the array before the last `$[]` are removed.
+    /// Elements of the array at the last `$[]` are removed.
     Remove,
 }
 
@@ -46,8 +46,8 @@ impl Change {
 }
 
 /// True if these rules may have turned one version of a document into the other; `before` is None for an insert, `after` for a
-/// delete. Fields that no rule owns must keep their values, by BSON type and bit, and their order. New values of owned paths may
-/// be wrong, removed elements may refer to a source, and an updated target may lack `target.where`, which `undo` ignores.
+/// delete. Fields that no rule owns must keep their order, BSON types and values. Not checked: whether new values are right, whether
+/// a removed element had a source, whether an updated target matches `target.where` (`undo` ignores it), and whether the rule ran.
 #[must_use]
 pub fn may_write(rules: &[Rule], collection: &str, before: Option<&Document>, after: Option<&Document>) -> bool {
     let here = || rules.iter().filter(|rule| rule.target.collection == *collection);
@@ -65,9 +65,9 @@ pub fn may_write(rules: &[Rule], collection: &str, before: Option<&Document>, af
     }
 }
 
-/// True if the rule may have deleted the document. Rules own these paths of its collection.
+/// True if the rule may have deleted the document. `owned`: the paths that rules own in its collection.
 fn may_delete(rule: &Rule, document: &Document, owned: &[Path]) -> bool {
-    let is_target = matches(document, &rule.target.filter).unwrap_or(true);
+    let is_target = matches(document, &rule.target.filter).expect("a filter that the oracle knows");
     (rule.on_missing == OnMissing::Delete && is_target)
         || (rule.creates && !rule.keeps && !has_more(document, owned, &["_id"]))
 }
@@ -128,7 +128,7 @@ fn below_field<'a>(rights: &[Right<'a>], name: &str) -> Vec<Right<'a>> {
     below(rights, &Part::Field(name.to_owned()))
 }
 
-/// The rights below one part, with the rests of their paths.
+/// The rights below one part, with the rest of each path.
 fn below<'a>(rights: &[Right<'a>], part: &Part) -> Vec<Right<'a>> {
     let rests = rights.iter().filter_map(|right| Some((right.path.split_first()?, right.change)));
     rests.filter(|((first, _), _)| *first == part).map(|((_, path), change)| Right { path, change }).collect()

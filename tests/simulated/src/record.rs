@@ -25,7 +25,7 @@ pub struct Record {
 }
 
 impl Model {
-    /// Records what programs whose names begin with `program` write to a database from now on. Both versions of each document
+    /// From now on, records the writes to this database by programs whose names begin with `program`. Both versions of each document
     /// stay in memory until [`Model::take_writes`].
     pub fn record_writes(&self, program: &str, database: &str) {
         let (program, database) = (program.to_owned(), database.to_owned());
