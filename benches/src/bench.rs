@@ -237,6 +237,8 @@ impl Running {
             "connection lost",
             "owned fields differ from their definition",
             "more lines like this were left out",
+            // Of a state database that was created a moment ago.
+            "SnapshotUnavailable",
             // Of instances that start together and divide the deployment: one of them does.
             "cannot look for partitions to lead",
             // Of a benchmark that changes all copies at once, while the daemon is held.
