@@ -631,14 +631,12 @@ async fn fail(test: &TestDb, limits: &str, round: usize, failures: BTreeMap<u64,
     );
 }
 
-/// The rules of the current config. In half of the worlds no audit hides mistakes, unless others write the copies. An echo may change
-/// nothing but a copy, in a collection that was restored.
+/// The rules of the current config. In half of the worlds no audit hides mistakes, unless others write the copies.
 fn configured_rules(history: &History) -> Vec<Document> {
-    let is_guarded = history.seed & 2 != 0 || history.generator.has(Odd::Echo);
     let configured = |rule: &Document| {
         let mut rule = rule.clone();
         rule.insert("allow_scan", true);
-        if !rule.contains_key("guard") && !is_guarded {
+        if !rule.contains_key("guard") && history.seed & 2 == 0 {
             rule.insert("guard", "off");
         }
         rule

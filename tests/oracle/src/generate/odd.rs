@@ -185,6 +185,8 @@ impl Generator {
         if stored.is_some_and(|stored| equal(stored, &key)) {
             return None;
         }
+        // The stored document may differ from this one: its collection may have been restored.
+        let filter = doc! {"_id": document.get("_id").cloned(), "$nor": [{&path: {"$eq": &key}}]};
         Some(Op::Update { coll, filter, update: doc! {"$set": {path: key, output: "old"}} })
     }
 
