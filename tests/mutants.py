@@ -143,14 +143,14 @@ def unplanted(mutants, copy, env, logs):
         if run in seen:
             continue
         seen.add(run)
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             failed = tried(dict(mutant, name="unplanted"), copy, env, logs)
         except Untried as why:
             failed = [str(why)]
         outcome = "passes" if not failed else f"FAILS: {', '.join(failed)}"
         tests = "the simulator" if "runs" in mutant else mutant["test"]
-        say(f"without a bug, {tests} {outcome} ({time.monotonic() - begun:.0f} s)")
+        say(f"without a bug, {tests} {outcome} ({time.monotonic() - start:.0f} s)")
         good &= not failed
     return good
 
@@ -204,7 +204,7 @@ def main():
         return 1
     rows = []
     for mutant in mutants:
-        file, begun = copy / mutant["file"], time.monotonic()
+        file, start = copy / mutant["file"], time.monotonic()
         true = file.read_text(encoding="utf-8")
         try:
             file.write_text(planted(mutant, true), encoding="utf-8")
@@ -216,7 +216,7 @@ def main():
             caught, by = False, f"NOT TRIED: {why}"
         finally:
             file.write_text(true, encoding="utf-8")
-        rows.append((mutant["name"], by, f"{time.monotonic() - begun:.0f}", caught))
+        rows.append((mutant["name"], by, f"{time.monotonic() - start:.0f}", caught))
         say(f"{mutant['name']:{width}}  {by}")
     wide = max(len("caught by"), *(len(row[1]) for row in rows))
     say()

@@ -295,7 +295,7 @@ impl History {
         }
         // A rule whose source was briefly gone is blocked until the source is looked for again, possibly at this
         // moment.
-        let was_lacking = configured_rules(self).iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
+        let was_lacking = self.rules.iter().any(|rule| lacking.contains(rule.get_str("name").unwrap()));
         if self.sources_are_back(daemon).await || was_lacking {
             daemon.settled().await;
         }
@@ -308,7 +308,7 @@ impl History {
         if found.is_empty() || self.lacks_source(daemon) {
             return Vec::new();
         }
-        for rule in configured_rules(self) {
+        for rule in &self.rules {
             if daemon.retry_dead_letters(rule.get_str("name").unwrap()).await {
                 daemon.settled().await;
                 let again = self.agree_to_removals(daemon).await;
@@ -346,7 +346,7 @@ impl History {
 
     /// True if a rule is blocked because its source is gone.
     fn lacks_source(&self, daemon: &Daemon) -> bool {
-        configured_rules(self).iter().any(|rule| daemon.lacks_source(rule.get_str("name").unwrap()))
+        self.rules.iter().any(|rule| daemon.lacks_source(rule.get_str("name").unwrap()))
     }
 
     /// The differences now.

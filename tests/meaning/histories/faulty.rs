@@ -328,7 +328,7 @@ impl Scale {
                 daemon.repartition(newest).await.map_err(Failed::new)?;
             }
             settle(server, &db, &addresses, &histories).await?;
-            roles::are_told(&daemons).await.map_err(Failed::new)?;
+            roles::are_shown(&daemons).await.map_err(Failed::new)?;
             no_drift(&addresses).await?;
             at_rest(server, test).await?;
             only_own_writes(&server.model, &test.name, &histories)?;

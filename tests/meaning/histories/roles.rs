@@ -16,9 +16,9 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// Waits until the status of every instance has one entry with the right role for each of them, each partition has one leader, and
 /// a standby hears the leaders. Returns the first mistake that remains at the limit.
-pub async fn are_told(daemons: &[Instance]) -> Result<(), String> {
+pub async fn are_shown(daemons: &[Instance]) -> Result<(), String> {
     let names: Vec<String> = daemons.iter().map(|daemon| daemon.name().to_string()).collect();
-    let begun = Instant::now();
+    let start = Instant::now();
     loop {
         let asked = join_all(daemons.iter().map(|daemon| status(daemon.address))).await;
         let found = match asked.into_iter().collect::<Option<Vec<Status>>>() {
@@ -26,7 +26,7 @@ pub async fn are_told(daemons: &[Instance]) -> Result<(), String> {
             None => Some("an instance does not answer".to_owned()),
         };
         let Some(found) = found else { return Ok(()) };
-        if begun.elapsed() > LIMIT {
+        if start.elapsed() > LIMIT {
             return Err(found);
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -53,12 +53,13 @@ fn wrong(names: &[String], statuses: &[Status]) -> Option<String> {
     let role = |name: &str| if leaders.contains(&name) { "leader" } else { "standby" };
     with_names().find_map(|(name, status)| {
         let instances = status.instances.iter();
-        let mut told: Vec<(&str, &str, bool)> =
+        let mut shown: Vec<(&str, &str, bool)> =
             instances.map(|one| (one.name.as_str(), one.role.as_str(), one.this)).collect();
-        told.sort_unstable();
-        let due: Vec<(&str, &str, bool)> = names.iter().map(|one| (one.as_str(), role(one), one == name)).collect();
-        if told != due {
-            return Some(format!("{name} names the instances {told:?} instead of {due:?}"));
+        shown.sort_unstable();
+        let expected: Vec<(&str, &str, bool)> =
+            names.iter().map(|one| (one.as_str(), role(one), one == name)).collect();
+        if shown != expected {
+            return Some(format!("{name} names the instances {shown:?} instead of {expected:?}"));
         }
         if status.instances.iter().any(|one| one.other_rules) {
             return Some(format!("{name} says that rules differ: {:?}", status.instances));

@@ -1,7 +1,7 @@
 //! Large collections, whose commands exceed their time limits, and large events, which cannot be sent.
 //!
-//! Whether a collection is large depends only on its name, and whether an event is large only on its time. So a command or an event
-//! that is repeated has the same outcome.
+//! The name alone decides whether a collection is large, and the time alone whether an event is. So a repeated command or event
+//! has the same outcome.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
