@@ -1,6 +1,6 @@
 //! Checks that a cluster meets the requirements of the rules, before anything is written, with advice for each problem.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bson::{Bson, Document, doc};
 use futures_util::TryStreamExt;
@@ -63,8 +63,10 @@ impl Finding {
 pub async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
     let mut collections = Vec::new();
-    for namespace in plan.namespaces() {
-        let info = collection_info(server, &namespace).await?;
+    let namespaces = plan.namespaces();
+    let mut infos = collection_infos(server, &namespaces).await?;
+    for namespace in namespaces {
+        let info = infos.remove(&namespace);
         let indexes = if info.is_some() { indexes(server, &namespace).await? } else { Vec::new() };
         collections.push((namespace, info, indexes));
     }
@@ -192,9 +194,16 @@ pub async fn apply(server: &Server, fix: &Fix) -> Result<()> {
     Ok(())
 }
 
-async fn collection_info(server: &Server, namespace: &Namespace) -> Result<Option<Document>> {
-    let options = doc! {"filter": {"name": &namespace.collection}};
-    Ok(server.listed(&namespace.database, options).await?.into_iter().next())
+/// What `listCollections` reports of those of these collections that exist.
+async fn collection_infos(server: &Server, namespaces: &BTreeSet<Namespace>) -> Result<BTreeMap<Namespace, Document>> {
+    let mut infos = BTreeMap::new();
+    for (database, names) in Namespace::by_database(namespaces) {
+        for info in server.listed(database, doc! {"filter": {"name": {"$in": names}}}).await? {
+            let collection = info.get_str("name").unwrap_or_default().to_owned();
+            infos.insert(Namespace { database: database.to_owned(), collection }, info);
+        }
+    }
+    Ok(infos)
 }
 
 async fn indexes(server: &Server, namespace: &Namespace) -> Result<Vec<Document>> {
@@ -266,7 +275,8 @@ fn keeps_pre_images(info: Option<&Document>) -> bool {
 
 /// True if the collection keeps pre-images; None if it does not exist.
 pub async fn has_pre_images(server: &Server, namespace: &Namespace) -> Result<Option<bool>> {
-    Ok(collection_info(server, namespace).await?.map(|info| keeps_pre_images(Some(&info))))
+    let infos = collection_infos(server, &[namespace.clone()].into()).await?;
+    Ok(infos.get(namespace).map(|info| keeps_pre_images(Some(info))))
 }
 
 /// The command that enables pre-images for a collection, or creates the collection with them.

@@ -123,12 +123,8 @@ async fn look(whole: &Context, rule: &Rule, waits: &mut Waiting) -> Result<Optio
 /// not be listed is left out: its rules are unavailable, or will be.
 pub(super) async fn read_sources(context: &Context) -> Result<Vec<(Namespace, Option<Bson>)>> {
     let sources: BTreeSet<&Namespace> = context.plan.rules.iter().map(|rule| &rule.source.namespace).collect();
-    let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for source in &sources {
-        names.entry(&source.database).or_default().push(&source.collection);
-    }
     let mut found = Vec::new();
-    for (database, names) in names {
+    for (database, names) in Namespace::by_database(sources) {
         let mut uuids = match context.server.collection_uuids(database, &names).await {
             Err(error) if error.kind == Kind::Privilege => continue,
             uuids => uuids?,
