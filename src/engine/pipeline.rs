@@ -99,13 +99,12 @@ impl Handle {
 
     /// Waits until everything committed by now is applied, through whole chains of rules, and no backfill is open.
     pub async fn settled(&self) -> Result<()> {
-        let (plan, counts) = (&self.context.plan, &self.context.counts);
+        let Context { plan, counts, server, published, .. } = &*self.context;
         for _ in 0..=plan.longest_chain() {
             let before = counts.effects();
-            let now = self.context.server.operation_time().await?;
-            self.context.published.has_applied(now).await?;
-            // A level of a tree that changes nothing is the last one.
-            if plan.has_trees() && counts.effects() == before {
+            published.has_applied(server.operation_time().await?).await?;
+            // What changes nothing feeds no further rule.
+            if counts.effects() == before {
                 break;
             }
         }

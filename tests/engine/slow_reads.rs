@@ -4,21 +4,22 @@ use std::time::{Duration, Instant};
 
 use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_rules::config::Loaded;
 use futures_util::TryStreamExt;
 use mongodb::{Collection, Database, IndexModel};
 
 use crate::{
     engine::fan_outs::{fail, slow_writes},
-    support::daemon::{Daemon, PATIENCE, config, until},
+    support::daemon::{Daemon, PATIENCE, config, load, until},
 };
 
 /// A source takes time to read in proportion to its `cost`.
 const SLOW: &str = "  - { name: slow, guard: off, aggregate: { source: { collection: s, where: { $expr: { $gte: [{ $sum: { $map: { input: { $range: [0, $cost] }, in: { $add: [$$this, 1] } } } }, 0] } } }, target: t, match: { _id: part }, set: { n: { $sum: $n } } } }\n";
 const OTHER: &str = "  - { name: other, guard: off, copy: { source: parts, target: products, match: { part: _id }, set: { name: $name } } }\n";
 const SLOW_KEYS: i32 = 2;
-/// Sources of all slow keys: half of them at 3 ms each, on an idle and fast core, take three times the ten seconds that the
+/// Sources of all slow keys: half of them at 3 ms each, on an idle and fast core, take three times the 2.5 seconds that the
 /// last read of a key may take.
-const SOURCES: i32 = 20_000;
+const SOURCES: i32 = 5000;
 const COST: i32 = 60_000;
 
 /// The sources of two keys take longer than any limit; those of a third key do not.
@@ -35,6 +36,14 @@ async fn slow_keys_and_others(test: &TestDb) -> Database {
     db
 }
 
+/// The config with a limit on reads and writes that is shorter than a user may set, so that the server need not be kept busy for
+/// longer than that.
+fn within(limit: Duration, text: &str) -> Loaded {
+    let mut loaded = load(text);
+    (loaded.config.limits.read_timeout, loaded.config.limits.write_timeout) = (limit, limit);
+    loaded
+}
+
 async fn dead_letters(test: &TestDb) -> Vec<Document> {
     let dead_letters = test.beside("state").collection::<Document>("dead_letters");
     dead_letters.find(doc! {}).await.unwrap().try_collect().await.unwrap()
@@ -46,9 +55,8 @@ async fn dead_letters(test: &TestDb) -> Vec<Document> {
 async fn a_key_that_takes_too_long_to_read_becomes_a_dead_letter_and_holds_up_no_other() {
     let test = denormd_fixture::database().await;
     let db = slow_keys_and_others(&test).await;
-    let text = config(&test, &format!("{SLOW}{OTHER}"))
-        .replace("limits: { ", "limits: { read_timeout_seconds: 1, batches: 2, ");
-    let daemon = Daemon::start_config(&text).await;
+    let text = config(&test, &format!("{SLOW}{OTHER}")).replace("limits: { ", "limits: { batches: 2, ");
+    let daemon = Daemon::start_loaded(&within(Duration::from_millis(250), &text)).await;
     daemon.settled().await;
     let (s, t) = (db.collection::<Document>("s"), db.collection::<Document>("t"));
     s.update_many(doc! {"part": {"$lt": SLOW_KEYS}}, doc! {"$set": {"cost": COST, "n": 2}}).await.unwrap();
@@ -68,7 +76,7 @@ async fn a_key_that_takes_too_long_to_read_becomes_a_dead_letter_and_holds_up_no
     .await;
     for dead_letter in set_aside {
         let reason = dead_letter.get_str("reason").unwrap();
-        assert!(reason.contains("took longer than 10s"), "{reason}");
+        assert!(reason.contains("took longer than 2.5s"), "{reason}");
     }
     assert_eq!(t.count_documents(doc! {"n": 2}).await.unwrap(), 1);
     s.update_many(doc! {}, doc! {"$set": {"cost": 0}}).await.unwrap();
@@ -127,9 +135,7 @@ async fn hosts_and_log(test: &TestDb, least: impl Fn(i32) -> i32) -> Database {
 }
 
 async fn start(test: &TestDb, rules: &str) -> Daemon {
-    let text =
-        config(test, rules).replace("limits: { ", "limits: { read_timeout_seconds: 1, write_timeout_seconds: 1, ");
-    Daemon::start_config(&text).await
+    Daemon::start_loaded(&within(Duration::from_millis(500), &config(test, rules))).await
 }
 
 /// A page once had to be full, or its part of the collection scanned, before its progress was saved. Where few targets
@@ -170,11 +176,11 @@ async fn a_backfill_goes_on_where_a_page_takes_too_long_to_write() {
     let log = db.collection::<Document>("log");
     let targets = (0..TARGETS).map(|id| doc! {"_id": i64::try_from(id).unwrap(), "host": 1, "least": 0});
     log.insert_many(targets).await.unwrap();
-    // A page is read in time. Its targets are not written in a second.
-    let range = range_for(&log, Duration::from_millis(8)).await;
-    let rules = FILTERED.replace("[0, 2000]", &format!("[0, {range}]"));
-    let text = config(&test, &rules).replace("limits: { ", "limits: { write_timeout_seconds: 1, ");
-    let daemon = Daemon::start_config(&text).await;
+    // A page is read in time. Its targets are not written in a quarter of a second.
+    let range = range_for(&log, Duration::from_millis(2)).await;
+    let mut loaded = load(&config(&test, &FILTERED.replace("[0, 2000]", &format!("[0, {range}]"))));
+    loaded.config.limits.write_timeout = Duration::from_millis(250);
+    let daemon = Daemon::start_loaded(&loaded).await;
     until("all targets", async || (log.count_documents(doc! {"ip": 1}).await.unwrap() == TARGETS).then_some(())).await;
     daemon.settled().await;
     daemon.stop().await;
@@ -185,8 +191,8 @@ async fn a_backfill_goes_on_where_a_page_takes_too_long_to_write() {
 async fn a_fan_out_that_one_read_cannot_sort_goes_through_the_collection_in_parts() {
     let test = denormd_fixture::database().await;
     let db = hosts_and_log(&test, |_| 0).await;
-    // Six seconds for all targets, on an idle and fast core.
-    let daemon = start(&test, &FILTERED.replace("[0, 2000]", "[0, 6000]")).await;
+    // Three seconds for all targets, on an idle and fast core.
+    let daemon = start(&test, &FILTERED.replace("[0, 2000]", "[0, 3000]")).await;
     daemon.settled().await;
     db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": 2}}).await.unwrap();
     let fan_outs = test.beside("state").collection::<Document>("fan_outs");

@@ -220,8 +220,10 @@ impl Daemon {
         let all = async {
             let mut lacking = BTreeSet::new();
             // One partition may read the writes of another one: waits for all of them, as often as the longest chain of
-            // rules.
+            // rules, or until nothing is changed any more.
+            let effects = || self.handles.iter().map(|handle| handle.context.counts.effects()).sum::<u64>();
             for _ in 0..=self.context().plan.longest_chain() {
+                let before = effects();
                 let now =
                     until("the primary answers", || async { self.context().server.operation_time().await.ok() }).await;
                 for handle in &self.handles {
@@ -230,6 +232,9 @@ impl Daemon {
                     let rules = handle.context.plan.rules.iter().zip(applied.states.iter());
                     let lack = |state: &RuleState| *state == RuleState::Blocked(BlockReason::SourceGone);
                     lacking.extend(rules.filter(|(_, state)| lack(state)).map(|(rule, _)| rule.name.clone()));
+                }
+                if effects() == before {
+                    break;
                 }
             }
             lacking

@@ -61,12 +61,6 @@ impl Plan {
         Self { name: self.name.clone(), rules: vec![self.rule(id).clone()], order: Vec::new(), feeds: Vec::new() }
     }
 
-    /// True if a rule is recursive.
-    #[must_use]
-    pub fn has_trees(&self) -> bool {
-        self.rules.iter().any(|rule| rule.tree.is_some())
-    }
-
     /// Number of steps in the longest chain of rules: a change needs that many to reach the end. A recursive rule takes
     /// a step for each level of its tree.
     #[must_use]
