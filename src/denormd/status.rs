@@ -33,7 +33,7 @@ use canary::Canary;
 use causes::ActiveCause;
 use currency::Currency;
 use denormd_engine::{
-    deployment::{instances::fingerprint, lease::Holder, name::InstanceName},
+    deployment::{identity::Identity, instances::fingerprint, lease::Holder},
     events::{Event, Journal},
     metrics::{Cause, Metrics},
     reconcile::Context,
@@ -76,8 +76,8 @@ pub struct Board {
     /// The measured values.
     pub metrics: Arc<Metrics>,
     name: String,
-    /// Name of this instance.
-    instance: String,
+    /// This instance.
+    instance: Identity,
     /// Its creation time, in milliseconds since 1970.
     started: i64,
     state: Mutex<State>,
@@ -93,8 +93,6 @@ struct State {
     left: BTreeMap<u32, Snapshot>,
     /// Number of partitions.
     partitions: u32,
-    /// The id by which this instance is announced to the others.
-    announced: Option<String>,
     times: Times,
     /// The context of this process, once it has reached the cluster, and the time after which a silent instance counts
     /// as gone.
@@ -242,13 +240,13 @@ struct View {
 impl Board {
     /// The board of this instance, without a pipeline yet.
     #[must_use]
-    pub fn new(name: &str, instance: &InstanceName, metrics: Arc<Metrics>) -> Arc<Self> {
+    pub fn new(name: &str, instance: &Identity, metrics: Arc<Metrics>) -> Arc<Self> {
         metrics.build.with_label_values(&[env!("CARGO_PKG_VERSION"), env!("DENORMD_COMMIT")]).set(1);
         let state = State { partitions: 1, ..State::default() };
         Arc::new(Self {
             metrics,
             name: name.to_owned(),
-            instance: instance.to_string(),
+            instance: instance.clone(),
             started: wall_millis(),
             state: Mutex::new(state),
         })
@@ -258,11 +256,6 @@ impl Board {
     pub fn insecure(&self, options: Vec<&'static str>) {
         self.metrics.tls_unverified.set(i64::from(!options.is_empty()));
         self.state().insecure = options;
-    }
-
-    /// Records the id by which this instance is announced to the others.
-    pub fn announced(&self, id: &str) {
-        self.state().announced = Some(id.to_owned());
     }
 
     /// Records the number of partitions of the deployment.
@@ -320,7 +313,7 @@ impl Board {
         let by_others = |place: &u32| {
             let mut all = Partition::all(state.partitions);
             let lease = all.find(|partition| partition.place() == *place).and_then(|of| held.get(&of.id(&self.name)));
-            lease.is_some_and(|holder| holder.instance != self.instance)
+            lease.is_some_and(|holder| !holder.names(&self.instance))
         };
         let gone: Vec<u32> = state.left.keys().copied().filter(by_others).collect();
         state.left.retain(|place, _| !gone.contains(place));
@@ -391,7 +384,7 @@ impl Board {
         for event in events {
             self.metrics.happened(&event.what, event.time);
             log(&event);
-            state.unwritten.push_back(Event { instance: self.instance.clone(), ..event });
+            state.unwritten.push_back(Event { instance: self.instance.to_string(), ..event });
         }
         while state.unwritten.len() > EVENTS {
             state.unwritten.pop_front();

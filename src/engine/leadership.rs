@@ -21,9 +21,9 @@ use crate::{
     checkpoint::{format, store::Store},
     dead_letter::DeadLetters,
     deployment::{
+        identity::Identity,
         instances::{Member, Next, instances, next},
         lease::{self, Held, Lease},
-        name::InstanceName,
         repartitioning::divide,
     },
     pipeline::{self, Handle},
@@ -61,7 +61,7 @@ pub struct Deployment {
     /// The number of partitions.
     pub partitions: u32,
     /// The name of this instance in its leases.
-    pub instance: InstanceName,
+    pub instance: Identity,
     /// This instance among the others. A command has none: it leads whatever no other process leads.
     pub member: Option<Member>,
 }

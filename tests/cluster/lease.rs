@@ -15,8 +15,8 @@ use denormd_engine::{
         store::{Store, claim_term},
     },
     deployment::{
+        identity::Identity,
         lease::{COLLECTION, Held, Lease},
-        name::InstanceName,
     },
 };
 use denormd_fixture::{ReplicaSet, TestDb};
@@ -37,7 +37,7 @@ fn contender(test: &TestDb) -> Lease {
 }
 
 fn contender_for(test: &TestDb, ttl: Duration) -> Lease {
-    let instance = InstanceName::of_this_process();
+    let instance = Identity::of_this_process();
     Lease::new(Server::new(test.client.clone()), &test.name, "default", &instance, ttl)
 }
 

@@ -10,7 +10,7 @@ use denormd_engine::{
         rule_record::Agreement,
         store::Store,
     },
-    deployment::{lease::Lease, name::InstanceName, repartitioning::divide},
+    deployment::{identity::Identity, lease::Lease, repartitioning::divide},
 };
 use denormd_fixture::ReplicaSet;
 use denormd_model::{
@@ -196,7 +196,7 @@ async fn the_number_does_not_change_under_a_leader() {
     let (server, name) = (Server::new(test.client.clone()), &test.name);
     let ttl = Duration::from_secs(3);
     assert!(divide(&server, name, "d", 2, ttl).await.unwrap(), "there was nothing before");
-    let lease = Lease::new(server.unfenced(), name, "d#1/2", &InstanceName::of_this_process(), ttl);
+    let lease = Lease::new(server.unfenced(), name, "d#1/2", &Identity::of_this_process(), ttl);
     let held = lease.try_lead().await.unwrap().unwrap();
     for _ in 0..3 {
         assert!(!divide(&server, name, "d", 4, ttl).await.unwrap());
@@ -235,7 +235,7 @@ async fn what_is_divided_is_not_divided_again_by_who_comes_late() {
     let rules = test.database().collection::<Document>("rules");
     let rule = doc! {"_id": {"deployment": "d#0/2", "rule": "r"}, "paused": true};
     rules.insert_one(&rule).await.unwrap();
-    let lease = Lease::new(server.unfenced(), &name, "d#0/2", &InstanceName::of_this_process(), ttl);
+    let lease = Lease::new(server.unfenced(), &name, "d#0/2", &Identity::of_this_process(), ttl);
     let held = lease.try_lead().await.unwrap().unwrap();
     assert!(!late.await.unwrap().unwrap(), "it looks again");
     assert_eq!(rules.find_one(doc! {}).await.unwrap().unwrap(), rule);

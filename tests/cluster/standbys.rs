@@ -176,6 +176,15 @@ async fn a_lease_whose_holder_is_not_heard_is_waited_for() {
     })
     .await;
     assert!(!events.contains(&format!("{name} leads")), "{events}");
+    // A container that restarts has the name of its predecessor.
+    let is_listed = |status: &Value| status["instances"].as_array().unwrap().iter().any(|one| one["this"] == true);
+    let own = name_of(&running.until_json("it is listed", is_listed).await);
+    let (_, process) = own.rsplit_once(':').unwrap();
+    let named = doc! {"$set": {"process": process.parse::<i64>().unwrap()}};
+    test.beside("state").collection::<Document>("leases").update_one(doc! {}, named).await.unwrap();
+    let waiting = format!("Standing by: waiting for the lease of {own}, which expires in ");
+    let waits = |status: &Value| status["summary"].as_str().is_some_and(|summary| summary.starts_with(&waiting));
+    running.until_json("it waits for the lease of its predecessor", waits).await;
 }
 
 /// A container that restarts has the name of its predecessor, which counts as alive for the duration of a lease. Both were marked as

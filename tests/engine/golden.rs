@@ -22,9 +22,9 @@ use denormd_engine::{
     },
     dead_letter::{Chosen, DeadLetters, Offending},
     deployment::{
+        identity::Identity,
         instances::{Member, fingerprint, instances},
         lease::{self, Lease},
-        name::InstanceName,
     },
     events::{Event, Journal},
     request::Task,
@@ -133,14 +133,15 @@ async fn write(test: &TestDb) {
     store.save_position(server, "app", &pipeline, &saved, None, saved.time).await.unwrap();
     store.save_position(server, "other", &pipeline, &position(None), None, saved.time).await.unwrap();
     write_work(server, state, &store, &plan).await;
-    let instance = &InstanceName::of_this_process();
+    let instance = &Identity::of_this_process();
     let held = Lease::new(another(), state, DEPLOYMENT, instance, TTL).try_lead().await.unwrap().unwrap();
     drop(held);
     Lease::new(another(), state, "given-back", instance, TTL).try_lead().await.unwrap().unwrap().release().await;
     claim_term(server, state, "led-before", 41).await.unwrap();
     let divided = Member::join(another(), state, DEPLOYMENT, instance, TTL, &plan, 2);
     divided.leads(Some(1));
-    let whole = Member::join(another(), state, DEPLOYMENT, instance, TTL, &plan, 1);
+    let other = Identity { id: "another".to_owned(), ..instance.clone() };
+    let whole = Member::join(another(), state, DEPLOYMENT, &other, TTL, &plan, 1);
     until("the instances are announced", async || {
         let instances = all(&server.database(state), "instances").await;
         let leads = instances.iter().filter(|instance| instance.get_i64("leads").is_ok_and(|leads| leads == 1)).count();
@@ -699,7 +700,7 @@ async fn leases_instances_and_formats(version: &str) {
     };
     ends(DEPLOYMENT, 3_600_000).await;
     assert!(lease::is_held(&server, &test.name, &[DEPLOYMENT.to_owned()]).await.unwrap(), "until its end");
-    let instance = &InstanceName::of_this_process();
+    let instance = &Identity::of_this_process();
     let lease = Lease::new(Server::new(test.client.clone()), &test.name, DEPLOYMENT, instance, TTL);
     assert!(lease.try_lead().await.unwrap().is_none());
     let given_back = Lease::new(Server::new(test.client.clone()), &test.name, "given-back", instance, TTL);

@@ -7,7 +7,7 @@ use denormd::{
     server::{self, Guard, client},
     status::Board,
 };
-use denormd_engine::deployment::name::InstanceName;
+use denormd_engine::deployment::identity::Identity;
 use denormd_fixture::TestDb;
 use denormd_rules::config::Http;
 use secrecy::SecretString;
@@ -36,7 +36,7 @@ impl Served {
         daemon.settled().await;
         let listener = server::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let address = listener.local_addr().unwrap();
-        let board = Board::new("test", &InstanceName::of_this_process(), daemon.context().metrics.clone());
+        let board = Board::new("test", &Identity::of_this_process(), daemon.context().metrics.clone());
         board.attach(daemon.shared());
         let (guard, stop) = (Arc::new(Guard::default()), CancellationToken::new());
         guard.obey(&Http { token: token.map(SecretString::from), ..Http::default() });

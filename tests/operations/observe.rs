@@ -12,7 +12,7 @@ use denormd::{
     server::{self, client},
     status::{Board, Status},
 };
-use denormd_engine::deployment::name::InstanceName;
+use denormd_engine::deployment::identity::Identity;
 use denormd_fixture::{ReplicaSet, TestDb};
 use tokio_util::sync::CancellationToken;
 
@@ -41,7 +41,7 @@ impl Observed {
         let daemon = Daemon::start(test, rules).await;
         let listener = server::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let address = listener.local_addr().unwrap();
-        let board = Board::new("test", &InstanceName::of_this_process(), daemon.context().metrics.clone());
+        let board = Board::new("test", &Identity::of_this_process(), daemon.context().metrics.clone());
         board.attach(daemon.shared());
         let stop = CancellationToken::new();
         tokio::spawn(board.clone().watch(stop.clone()));

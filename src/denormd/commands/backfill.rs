@@ -16,7 +16,7 @@ use crate::{
 use denormd_engine::{
     checkpoint::{rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
-    deployment::{lease, name::InstanceName},
+    deployment::{identity::Identity, lease},
     inspection::adoption::losses,
     reconcile::Context,
 };
@@ -322,8 +322,8 @@ async fn awaited(store: &Store, server: &Server, rule: &Rule) -> Result<Awaited>
 /// True if another process leads one of these partitions.
 async fn is_led_elsewhere(context: &Context, store: &Store, partitions: &[String]) -> Result<bool> {
     let holders = lease::holders(&context.server, store.database(), &context.dead_letters.deployment).await?;
-    let own = InstanceName::of_this_process().to_string();
-    Ok(partitions.iter().filter_map(|id| holders.get(id)).any(|holder| holder.instance != own))
+    let own = Identity::of_this_process();
+    Ok(partitions.iter().filter_map(|id| holders.get(id)).any(|holder| !holder.names(&own)))
 }
 
 fn led_otherwise(rule: &str) -> Error {

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use crate::commands::{Failure, notice, plan::refusal};
 use denormd_engine::{
     checkpoint::{format, requests::RequestedWork, rule_record::RuleRecord, store::Store},
-    deployment::{lease, name::InstanceName},
+    deployment::{identity::Identity, lease},
     leadership::{Deployment, Ended, Event, Share},
     preflight,
     reconcile::Context,
@@ -91,7 +91,7 @@ async fn lead<T>(
         name: config.name.clone(),
         ttl: config.lease.ttl,
         partitions: format::check(&context.server, &config.state.database, &config.name).await?,
-        instance: InstanceName::of_this_process(),
+        instance: Identity::of_this_process(),
         member: None,
     };
     let divided = deployment.partitions;

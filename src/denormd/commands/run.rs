@@ -19,7 +19,7 @@ use crate::{
     status::Board,
 };
 use denormd_engine::{
-    deployment::{instances::Member, name::InstanceName},
+    deployment::{identity::Identity, instances::Member},
     events::Journal,
     leadership::{Deployment, Ended, Event, Share},
     metrics::Metrics,
@@ -66,7 +66,7 @@ pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)])
 /// keeps running while the cluster lacks something: it writes nothing, reports the reason, and tries again.
 pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Failure> {
     let log = logging::start(&loaded.config.log, &loaded.config.name)?;
-    let result = until_stopped(paths, loaded, wait, InstanceName::of_this_process(), Signals::listen(paths)?).await;
+    let result = until_stopped(paths, loaded, wait, Identity::of_this_process(), Signals::listen(paths)?).await;
     log.end().await;
     result
 }
@@ -77,7 +77,7 @@ pub async fn until_stopped(
     paths: &[PathBuf],
     loaded: Loaded,
     wait: bool,
-    instance: InstanceName,
+    instance: Identity,
     mut signals: Signals,
 ) -> Result<(), Failure> {
     let files: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
@@ -100,7 +100,6 @@ pub async fn until_stopped(
     let (name, database) = (config.name.clone(), config.state.database.clone());
     let (ttl, partitions) = (config.lease.ttl, config.lease.partitions);
     let member = Member::join(connection.clone(), &database, &name, &instance, ttl, &context.plan, partitions);
-    board.announced(member.id());
     board.keep(Journal::new(connection.clone(), &database, &name));
     board.divided(partitions);
     board.reached(context.clone(), ttl);
@@ -253,11 +252,7 @@ fn is_writable_by_all(_file: &Path) -> bool {
 }
 
 /// Binds the address before anything else, and serves until `ended`.
-fn serve(
-    loaded: &Loaded,
-    instance: &InstanceName,
-    ended: &CancellationToken,
-) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
+fn serve(loaded: &Loaded, instance: &Identity, ended: &CancellationToken) -> Result<(Arc<Board>, Arc<Guard>), Failure> {
     let listener = server::bind(loaded.config.http.listen)?;
     let board = Board::new(&loaded.config.name, instance, Metrics::new()?);
     board.insecure(connect::insecure(&loaded.config.mongodb.uri));

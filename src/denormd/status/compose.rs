@@ -60,7 +60,7 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
         leadership: view.leadership.clone(),
         heard_seconds: None,
         plan: state.plan.clone(),
-        instances: instances(state, view),
+        instances: instances(&board.instance.id, state, view),
         partitions: (state.partitions > 1)
             .then(|| Partitions { of: state.partitions, led: state.attached.keys().copied().collect() }),
         started: board.started,
@@ -147,19 +147,16 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
     }
 }
 
-fn instances(state: &State, view: &View) -> Vec<InstanceReport> {
+fn instances(this: &str, state: &State, view: &View) -> Vec<InstanceReport> {
     let there = &state.shared.instances;
-    // By id: a restarted container has the name of its predecessor, which counts as alive until its lease time has passed.
-    let is_this = |instance: &Instance| state.announced.as_ref() == Some(&instance.id);
+    let is_this = |instance: &Instance| instance.id == this;
     let mine = there.iter().find(|instance| is_this(instance)).map(|instance| &instance.plan);
-    // Of several instances with one name, only the newest can be alive; they are in the order of their starts.
-    let is_newest = |one: &Instance| there.iter().rfind(|other| other.name == one.name) == Some(one);
-    let leads =
-        |name: &str| state.read.iter().flat_map(|read| read.held.values()).any(|holder| holder.instance == name);
+    let holders = || state.read.iter().flat_map(|read| read.held.values());
+    let leads = |instance: &Instance| holders().any(|holder| holder.is(&instance.id, &instance.name));
     let role = |instance: &Instance| match &view.leadership {
         Leadership::Unknown { .. } => "unknown",
         mine if is_this(instance) => mine.name(),
-        _ if leads(&instance.name) && is_newest(instance) => "leader",
+        _ if leads(instance) => "leader",
         _ => "standby",
     };
     let report = |instance: &Instance| InstanceReport {

@@ -6,7 +6,10 @@ use std::{collections::BTreeMap, time::Duration};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use denormd_engine::{deployment::lease::Holder, events::Event};
+use denormd_engine::{
+    deployment::{identity::Identity, lease::Holder},
+    events::Event,
+};
 use denormd_model::clock::millis;
 
 /// Time without a read or a renewal after which a lease counts as unknown. It is read once a second and renewed every
@@ -48,10 +51,10 @@ pub struct Reading {
 }
 
 /// The inputs of the state.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Facts<'a> {
-    /// Name of this instance.
-    pub instance: &'a str,
+    /// This instance.
+    pub instance: &'a Identity,
     /// The terms of the running pipelines, and the time since the renewal of each lease, if there is one.
     pub running: Vec<(i64, Option<Duration>)>,
     /// The last read of the leases.
@@ -72,9 +75,9 @@ impl Leadership {
             return unknown;
         }
         let mut leaders: Vec<Holder> = read.held.values().cloned().collect();
-        leaders.sort_by(|a, b| (&a.instance, b.term).cmp(&(&b.instance, a.term)));
-        leaders.dedup_by(|a, b| a.instance == b.instance);
-        if leaders.iter().any(|leader| leader.instance == facts.instance) {
+        leaders.sort_by(|a, b| (&a.instance, a.id(), b.term).cmp(&(&b.instance, b.id(), a.term)));
+        leaders.dedup_by(|a, b| a.id() == b.id());
+        if leaders.iter().any(|leader| leader.names(facts.instance)) {
             return Self::Starting;
         }
         Self::Standby { leaders }
@@ -161,14 +164,22 @@ mod tests {
     use super::*;
 
     fn reading(age: u64, holders: &[&str]) -> Reading {
-        let holder = |name: &&str| Holder { instance: (*name).to_owned(), term: 3, since: 0, until: 108_000 };
+        // The id of `me:1 before` is not its name.
+        let holder = |id: &&str| Holder {
+            instance: id.split(' ').next().unwrap_or_default().to_owned(),
+            id: (*id).to_owned(),
+            term: 3,
+            since: 0,
+            until: 108_000,
+        };
         let held = holders.iter().enumerate().map(|(nth, name)| (format!("d#{nth}/3"), holder(name)));
         Reading { at: Instant::now().checked_sub(Duration::from_secs(age)).unwrap(), held: held.collect() }
     }
 
     fn of(running: &[Option<u64>], read: Option<&Reading>) -> Leadership {
         let running = running.iter().map(|age| (7, age.map(Duration::from_secs))).collect();
-        Leadership::of(&Facts { instance: "me:1", running, read }, 100_000)
+        let me = Identity { host: "me".to_owned(), process: 1, id: "me:1".to_owned() };
+        Leadership::of(&Facts { instance: &me, running, read }, 100_000)
     }
 
     #[test]
@@ -182,6 +193,8 @@ mod tests {
         let both = of(&[], Some(&reading(0, &["b:2", "a:1", "b:2"])));
         assert_eq!(both.sentence().unwrap(), "Standing by: a:1 and b:2 lead.");
         assert_eq!(of(&[], Some(&reading(0, &["me:1"]))), Leadership::Starting, "it is about to lead");
+        let predecessor = of(&[], Some(&reading(0, &["me:1 before"])));
+        assert_eq!(predecessor.sentence().unwrap(), "Standing by: me:1 leads.", "another container, of the same name");
     }
 
     #[test]

@@ -218,8 +218,13 @@ mod tests {
     #[test]
     fn a_leader_that_is_not_heard_is_only_known_by_its_lease() {
         let mut status = status();
-        let holder =
-            |name: &str, left: i64| Holder { instance: name.to_owned(), term: 1, since: 0, until: status.now + left };
+        let holder = |name: &str, left: i64| Holder {
+            instance: name.to_owned(),
+            id: String::new(),
+            term: 1,
+            since: 0,
+            until: status.now + left,
+        };
         let (one, other) = (holder("a:1", 8000), holder("b:2", 3000));
         status.leadership = Leadership::Standby { leaders: vec![one.clone()] };
         (status.heard_seconds, status.causes, status.rules, status.lag_seconds) = (None, Vec::new(), Vec::new(), None);

@@ -136,7 +136,7 @@ impl Board {
         let status = serde_json::to_value(self.status()).ok().and_then(|status| Bson::try_from(status).ok());
         let status = status.ok_or_else(|| Error::internal("the status cannot be written as BSON"))?;
         let dead_letters = &context.dead_letters;
-        let id = doc! {"deployment": &dead_letters.deployment, "instance": &self.instance};
+        let id = doc! {"deployment": &dead_letters.deployment, "instance": &self.instance.id};
         // By a pipeline, so that the server logs the differences instead of the whole.
         let update = vec![doc! {"$set": {"at": "$$NOW", "status": {"$literal": status}}}];
         let reports = context.server.unfenced().collection(&dead_letters.database, COLLECTION);
@@ -153,7 +153,7 @@ impl Board {
 /// The reports of these leaders, joined. None until each of them has written one.
 async fn read(context: &Context, leaders: &[Holder]) -> Result<Option<Report>> {
     let dead_letters = &context.dead_letters;
-    let ids = leaders.iter().map(|leader| doc! {"deployment": &dead_letters.deployment, "instance": &leader.instance});
+    let ids = leaders.iter().map(|leader| doc! {"deployment": &dead_letters.deployment, "instance": leader.id()});
     let reports = context.server.collection(&dead_letters.database, COLLECTION);
     let filter = doc! {"_id": {"$in": ids.collect::<Vec<_>>()}};
     let found: Vec<Document> = bounded(async { reports.find(filter).await?.try_collect().await }).await?;

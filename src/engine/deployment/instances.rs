@@ -10,13 +10,16 @@
 
 use std::{cmp::Ordering, time::Duration};
 
-use bson::{DateTime, Document, doc, oid::ObjectId};
+use bson::{DateTime, Document, doc};
 use denormd_model::clock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 
-use crate::{checkpoint::read, deployment::name::InstanceName};
+use crate::{
+    checkpoint::read,
+    deployment::identity::{self, Identity},
+};
 use denormd_mongo::{Connection, Server, all, bounded, error::Result};
 use denormd_rules::plan::Plan;
 
@@ -75,7 +78,7 @@ pub fn fingerprint(plan: &Plan, partitions: u32) -> String {
 pub struct Instance {
     /// Unique id.
     pub id: String,
-    /// Host and process, as a lease names its holder.
+    /// Host and process.
     pub name: String,
     /// The program's version.
     pub version: String,
@@ -128,8 +131,13 @@ fn unknown() -> String {
 impl From<Stored> for Instance {
     fn from(stored: Stored) -> Self {
         let Stored { id, host, program, process, plan, started, .. } = stored;
-        let name = InstanceName { host, process }.to_string();
-        Self { id: id.instance, name, version: program, plan, started: started.timestamp_millis() }
+        Self {
+            id: id.instance,
+            name: identity::name(&host, process),
+            version: program,
+            plan,
+            started: started.timestamp_millis(),
+        }
     }
 }
 
@@ -159,9 +167,7 @@ struct Place {
     connection: Connection,
     database: String,
     deployment: String,
-    /// The id of this instance.
-    instance: String,
-    name: InstanceName,
+    instance: Identity,
     /// An instance that was not seen for this long counts as gone.
     ttl: Duration,
 }
@@ -173,7 +179,7 @@ impl Member {
         connection: impl Into<Connection>,
         database: &str,
         deployment: &str,
-        name: &InstanceName,
+        instance: &Identity,
         ttl: Duration,
         plan: &Plan,
         partitions: u32,
@@ -182,20 +188,13 @@ impl Member {
             connection: connection.into(),
             database: database.to_owned(),
             deployment: deployment.to_owned(),
-            instance: ObjectId::new().to_hex(),
-            name: name.clone(),
+            instance: instance.clone(),
             ttl,
         };
         let announcement = Announcement { plan: fingerprint(plan, partitions), leads: (partitions > 1).then_some(0) };
         let (sender, receiver) = watch::channel(announcement);
         let heartbeat = tokio::spawn(place.clone().keep(receiver));
         Self { place, announcement: sender, partitions, heartbeat }
-    }
-
-    /// The id by which it is announced.
-    #[must_use]
-    pub fn id(&self) -> &str {
-        &self.place.instance
     }
 
     /// Announces a new plan, after the rules were swapped.
@@ -222,7 +221,7 @@ impl Member {
         let Place { deployment, instance, ttl, .. } = &self.place;
         let plan = self.announcement.borrow().plan.clone();
         let others = doc! {
-            "_id.deployment": deployment, "_id.instance": {"$ne": instance}, "plan": plan, "leads": {"$exists": true},
+            "_id.deployment": deployment, "_id.instance": {"$ne": &instance.id}, "plan": plan, "leads": {"$exists": true},
             "$expr": alive(*ttl),
         };
         let mut leads = Vec::new();
@@ -238,7 +237,7 @@ impl Member {
         let Place { deployment, instance, ttl, .. } = &self.place;
         let plan = self.announcement.borrow().plan.clone();
         let others = doc! {
-            "_id.deployment": deployment, "_id.instance": {"$ne": instance}, "plan": {"$ne": &plan}, "$expr": alive(*ttl),
+            "_id.deployment": deployment, "_id.instance": {"$ne": &instance.id}, "plan": {"$ne": &plan}, "$expr": alive(*ttl),
         };
         let mine = doc! {"_id": self.place.plan_id(&plan)};
         let pipeline = vec![
@@ -276,7 +275,7 @@ impl Place {
     }
 
     fn id(&self) -> Document {
-        doc! {"deployment": &self.deployment, "instance": &self.instance}
+        doc! {"deployment": &self.deployment, "instance": &self.instance.id}
     }
 
     fn plan_id(&self, plan: &str) -> Document {
@@ -310,7 +309,7 @@ impl Place {
     async fn announce(&self, announcement: &Announcement) -> Result<()> {
         let mut state = doc! {
             "plan": &announcement.plan, "seen": "$$NOW", "started": {"$ifNull": ["$started", "$$NOW"]},
-            "process": self.name.process, "host": {"$literal": &self.name.host}, "program": env!("CARGO_PKG_VERSION"),
+            "process": self.instance.process, "host": {"$literal": &self.instance.host}, "program": env!("CARGO_PKG_VERSION"),
         };
         let update = match announcement.leads {
             Some(leads) => {

@@ -29,7 +29,7 @@ use crate::{
         store::{claim_term, highest_term},
         unreadable,
     },
-    deployment::name::InstanceName,
+    deployment::identity::{self, Identity},
 };
 use denormd_model::{clock::millis, failpoint, partition::of_deployment};
 use denormd_mongo::{
@@ -95,7 +95,7 @@ pub struct LeaseDocument {
     connection: Connection,
     database: String,
     deployment: String,
-    instance: InstanceName,
+    instance: Identity,
     ttl: Duration,
 }
 
@@ -118,7 +118,7 @@ impl Lease {
         connection: impl Into<Connection>,
         database: &str,
         deployment: &str,
-        instance: &InstanceName,
+        instance: &Identity,
         ttl: Duration,
     ) -> Self {
         let registry = LeaseDocument {
@@ -271,7 +271,7 @@ impl Registry for LeaseDocument {
         let mine = doc! {
             "_id": "$_id", "term": term, "owner": owner, "until": self.until(),
             "cluster_until": self.cluster_until(), "host": {"$literal": &self.instance.host},
-            "process": self.instance.process, "taken": "$$NOW",
+            "process": self.instance.process, "instance": &self.instance.id, "taken": "$$NOW",
         };
         let update = vec![doc! {"$replaceWith": {"$cond": [is_free(), mine, "$$ROOT"]}}];
         let options = FindOneAndUpdateOptions::builder().upsert(true).return_document(ReturnDocument::After).build();
@@ -375,6 +375,9 @@ struct Named {
     host: String,
     #[serde(rename = "process")]
     process: i64,
+    /// The first version does not write it.
+    #[serde(rename = "instance", default)]
+    instance: String,
     #[serde(rename = "term")]
     term: i64,
     #[serde(rename = "taken")]
@@ -388,6 +391,9 @@ struct Named {
 pub struct Holder {
     /// Name of the instance: host and process.
     pub instance: String,
+    /// Id of the instance; empty if the first version of denormd took the lease.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub id: String,
     /// Term of the leadership.
     pub term: i64,
     /// Time of the take-over, in milliseconds since 1970 by the server's clock.
@@ -397,9 +403,29 @@ pub struct Holder {
     pub until: i64,
 }
 
+impl Holder {
+    /// True if the lease names this instance. A lease without an id has only the name.
+    #[must_use]
+    pub fn names(&self, instance: &Identity) -> bool {
+        self.is(&instance.id, &instance.to_string())
+    }
+
+    /// True if the lease names the instance with this id and name.
+    #[must_use]
+    pub fn is(&self, id: &str, name: &str) -> bool {
+        if self.id.is_empty() { self.instance == name } else { self.id == id }
+    }
+
+    /// The id, or the name if the lease has no id.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        if self.id.is_empty() { &self.instance } else { &self.id }
+    }
+}
+
 /// Holders of all leases of a deployment by the lease's id, for any number of partitions.
 pub async fn holders(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Holder>> {
-    let fields = doc! {"free": is_free(), "host": 1, "process": 1, "term": 1, "taken": 1, "until": 1};
+    let fields = doc! {"free": is_free(), "host": 1, "process": 1, "instance": 1, "term": 1, "taken": 1, "until": 1};
     let leases = server.collection(database, COLLECTION);
     let found = all(leases.find(of_deployment("_id", deployment)).projection(fields)).await?;
     let mut holders = BTreeMap::new();
@@ -409,9 +435,10 @@ pub async fn holders(server: &Server, database: &str, deployment: &str) -> Resul
         if free || !lease.contains_key("host") {
             continue;
         }
-        let Named { host, process, term, taken, until } = read(COLLECTION, lease)?;
+        let Named { host, process, instance, term, taken, until } = read(COLLECTION, lease)?;
         let (since, until) = (taken.timestamp_millis(), until.timestamp_millis());
-        holders.insert(id, Holder { instance: InstanceName { host, process }.to_string(), term, since, until });
+        let name = identity::name(&host, process);
+        holders.insert(id, Holder { instance: name, id: instance, term, since, until });
     }
     Ok(holders)
 }

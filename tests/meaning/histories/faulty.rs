@@ -23,14 +23,14 @@ use denormd_model::clock;
 use denormd_oracle::{Odd, Op, Options, TOUCHED};
 use denormd_simulated::{Model, Server};
 use mongodb::Database;
-use rand::{Rng, SeedableRng, rngs::StdRng};
+use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::time::Instant;
 
 use super::{
     History, Step, configured_rules,
-    instance::Instance,
+    instance::{Instance, Naming},
     perform, reload, roles,
     simulated::{low_limits, output_of, print_digest, printed, replay},
     weather::{Fault, Trace, Weather},
@@ -169,9 +169,10 @@ impl Scale {
         StdRng::seed_from_u64(self.seed ^ 0x6368_6169).random_bool(0.25)
     }
 
-    /// True if the instances run in containers, by the seed.
-    fn is_in_containers(&self) -> bool {
-        StdRng::seed_from_u64(self.seed ^ 0x6e61_6d65).random()
+    /// The names of the instances, by the seed.
+    fn naming(&self) -> Naming {
+        let mut rng = StdRng::seed_from_u64(self.seed ^ 0x6e61_6d65);
+        *[Naming::Hosts, Naming::Containers, Naming::SameContainers].choose(&mut rng).unwrap()
     }
 
     fn world(&self, seed: u64, database: &str) -> History {
@@ -397,8 +398,8 @@ impl Scale {
     async fn start(&self, server: &Server, test: &TestDb, histories: &[History]) -> Vec<Instance> {
         let text = self.config(test, histories);
         Daemon::prepare(&load(&text)).await;
-        let in_container = self.is_in_containers();
-        let instance = |nth| Instance::new(&text, nth, self.partitions[0], in_container, server.model.clone());
+        let naming = self.naming();
+        let instance = |nth| Instance::new(&text, nth, self.partitions[0], naming, server.model.clone());
         let mut daemons: Vec<Instance> = (0..self.daemons).map(instance).collect();
         daemons.iter_mut().for_each(Instance::start);
         daemons

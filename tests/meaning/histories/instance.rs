@@ -13,7 +13,7 @@ use denormd::{
     },
     server::client,
 };
-use denormd_engine::deployment::name::InstanceName;
+use denormd_engine::deployment::identity::Identity;
 use denormd_simulated::Model;
 use tokio::{sync::oneshot, task::JoinHandle};
 
@@ -21,6 +21,17 @@ use crate::support::daemon::{PATIENCE, load};
 
 /// The port of the first instance.
 const PORT: u16 = 28000;
+
+/// The host names and process ids of the instances.
+#[derive(Debug, Clone, Copy)]
+pub enum Naming {
+    /// Each instance has a host of its own, and each start another process id.
+    Hosts,
+    /// Each instance has a container of its own, which keeps its host name. Its process always has the id 1.
+    Containers,
+    /// All containers were given the same host name.
+    SameContainers,
+}
 
 /// An instance that is started, killed and started again.
 pub struct Instance {
@@ -31,7 +42,9 @@ pub struct Instance {
     folder: tempfile::TempDir,
     config: String,
     nth: u16,
-    in_container: bool,
+    naming: Naming,
+    /// The identity of the last start.
+    identity: Option<Identity>,
     /// Number of starts; part of the app name, so that the cluster can ignore an earlier start.
     starts: u32,
     /// Requests a stop when it is dropped.
@@ -40,13 +53,24 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// A config without `lease`, whose address is replaced. Nothing runs yet. In a container, it has the same name after each
-    /// start.
-    pub fn new(config: &str, nth: u16, partitions: u32, in_container: bool, model: Model) -> Self {
+    /// A config without `lease`, whose address is replaced. Nothing runs yet.
+    pub fn new(config: &str, nth: u16, partitions: u32, naming: Naming, model: Model) -> Self {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, PORT + nth));
         let folder = tempfile::tempdir().unwrap();
         let config = config.to_owned();
-        Self { address, partitions, model, folder, config, nth, in_container, starts: 0, asked: None, running: None }
+        Self {
+            address,
+            partitions,
+            model,
+            folder,
+            config,
+            nth,
+            naming,
+            identity: None,
+            starts: 0,
+            asked: None,
+            running: None,
+        }
     }
 
     /// Replaces its config, which it reads within a second if it runs.
@@ -71,10 +95,9 @@ impl Instance {
         format!("denormd-{}.{}", self.nth, self.starts)
     }
 
-    /// The name of this start.
-    pub fn name(&self) -> InstanceName {
-        let process = if self.in_container { 1 } else { i64::from(self.starts) };
-        InstanceName { host: format!("daemon-{}", self.nth), process }
+    /// The name of the last start.
+    pub fn name(&self) -> String {
+        self.identity.as_ref().unwrap().to_string()
     }
 
     pub fn start(&mut self) {
@@ -83,8 +106,15 @@ impl Instance {
         self.asked = Some(ask);
         let (paths, text) = ([self.file()], self.text());
         std::fs::write(&paths[0], &text).unwrap();
-        let (loaded, name, signals) = (load(&text), self.name(), Signals::until(asked, &paths));
-        self.running = Some(tokio::spawn(async move { until_stopped(&paths, loaded, true, name, signals).await }));
+        let host = || format!("daemon-{}", self.nth);
+        let identity = match self.naming {
+            Naming::Hosts => Identity::new(host(), i64::from(self.starts)),
+            Naming::Containers => Identity::new(host(), 1),
+            Naming::SameContainers => Identity::new("daemon".to_owned(), 1),
+        };
+        self.identity = Some(identity.clone());
+        let (loaded, signals) = (load(&text), Signals::until(asked, &paths));
+        self.running = Some(tokio::spawn(async move { until_stopped(&paths, loaded, true, identity, signals).await }));
     }
 
     /// Ends it at this moment: the cluster ignores the tasks that it leaves behind. Returns false if it has not reached the

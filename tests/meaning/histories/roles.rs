@@ -17,7 +17,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Waits until the status of every instance has one entry with the right role for each of them, each partition has one leader, and
 /// a standby hears the leaders. Returns the first mistake that remains at the limit.
 pub async fn are_shown(daemons: &[Instance]) -> Result<(), String> {
-    let names: Vec<String> = daemons.iter().map(|daemon| daemon.name().to_string()).collect();
+    let names: Vec<String> = daemons.iter().map(Instance::name).collect();
     let start = Instant::now();
     loop {
         let asked = join_all(daemons.iter().map(|daemon| status(daemon.address))).await;
@@ -39,25 +39,25 @@ async fn status(instance: SocketAddr) -> Option<Status> {
 
 /// The first mistake in the statuses of these instances.
 fn wrong(names: &[String], statuses: &[Status]) -> Option<String> {
-    let is_leader = |status: &&Status| status.leadership.leads();
+    let is_leader = |status: &Status| status.leadership.leads();
     let led = |status: &Status| status.partitions.as_ref().map_or_else(|| vec![0], |partitions| partitions.led.clone());
-    let mut partitions: Vec<u32> = statuses.iter().filter(is_leader).flat_map(led).collect();
+    let mut partitions: Vec<u32> = statuses.iter().filter(|status| is_leader(status)).flat_map(led).collect();
     partitions.sort_unstable();
     let of = statuses[0].partitions.as_ref().map_or(1, |partitions| partitions.of);
     if !partitions.iter().copied().eq(0..of) {
         return Some(format!("of {of} partitions, these have leaders: {partitions:?}"));
     }
-    let with_names = || names.iter().zip(statuses);
-    let leaders: Vec<&str> =
-        with_names().filter(|(_, status)| is_leader(status)).map(|(name, _)| name.as_str()).collect();
-    let role = |name: &str| if leaders.contains(&name) { "leader" } else { "standby" };
+    let with_names = || names.iter().map(String::as_str).zip(statuses);
+    let leaders: Vec<&str> = with_names().filter(|(_, status)| is_leader(status)).map(|(name, _)| name).collect();
     with_names().find_map(|(name, status)| {
         let instances = status.instances.iter();
         let mut shown: Vec<(&str, &str, bool)> =
             instances.map(|one| (one.name.as_str(), one.role.as_str(), one.this)).collect();
+        let role = |one: &Status| if is_leader(one) { "leader" } else { "standby" };
+        let mut expected: Vec<(&str, &str, bool)> =
+            with_names().map(|(other, one)| (other, role(one), std::ptr::eq(one, status))).collect();
         shown.sort_unstable();
-        let expected: Vec<(&str, &str, bool)> =
-            names.iter().map(|one| (one.as_str(), role(one), one == name)).collect();
+        expected.sort_unstable();
         if shown != expected {
             return Some(format!("{name} names the instances {shown:?} instead of {expected:?}"));
         }

@@ -9,7 +9,7 @@ use super::{Problem, databases};
 use denormd_engine::{
     checkpoint::store::Store,
     dead_letter::{Chosen, DeadLetters},
-    deployment::{lease::Lease, name::InstanceName},
+    deployment::{identity::Identity, lease::Lease},
     metrics::Metrics,
     pipeline,
     reconcile::{Context, applied::put},
@@ -98,7 +98,7 @@ impl Scratch {
         };
         let metrics = Metrics::new()?;
         let context = Context::new(self.server.unfenced(), moved, self.limits.clone(), dead_letters, metrics);
-        let instance = InstanceName::of_this_process();
+        let instance = Identity::of_this_process();
         let lease = Lease::new(self.server.unfenced(), state, &self.deployment, &instance, self.ttl);
         let held = lease.stand_by().await;
         let context = Arc::new(context.under(held.fence()));
