@@ -150,18 +150,21 @@ impl Daemon {
     /// Performs the steps of `plan --apply`, on collections that the application would have created.
     pub async fn prepare(loaded: &Loaded) {
         let context = context_of(loaded).await;
+        let (server, namespaces) = (&context.server, context.plan.namespaces());
         // Meanwhile, an application may drop collections, or disable their pre-images.
         for attempt in 0.. {
-            for namespace in context.plan.namespaces() {
-                // The application would have created it.
-                let (server, collection) = (&context.server, &namespace.collection);
-                if !server.has_collection(&namespace.database, collection).await.unwrap() {
-                    let created = server.database(&namespace.database).create_collection(collection).await;
+            for (database, names) in Namespace::by_database(&namespaces) {
+                let exist: BTreeSet<String> = server.collections(database).await.unwrap().into_iter().collect();
+                // The application would have created them.
+                for name in names.into_iter().filter(|name| !exist.contains(*name)) {
+                    let created = server.database(database).create_collection(name).await;
                     assert!(created.is_ok() || attempt < 19, "{created:?}");
                 }
-                shard(server, &namespace).await;
             }
-            let findings = preflight::check(&context.server, &context.plan).await.unwrap();
+            for namespace in &namespaces {
+                shard(server, namespace).await;
+            }
+            let findings = preflight::check(server, &context.plan).await.unwrap();
             if findings.is_empty() {
                 break;
             }
@@ -172,7 +175,7 @@ impl Daemon {
                     assert!(attempt < 19, "{}", finding.message);
                     continue;
                 };
-                let applied = preflight::apply(&context.server, &fix).await;
+                let applied = preflight::apply(server, &fix).await;
                 assert!(applied.is_ok() || attempt < 19, "{applied:?}");
             }
         }
