@@ -60,7 +60,7 @@ pub struct Deployment {
     pub ttl: Duration,
     /// The number of partitions.
     pub partitions: u32,
-    /// The name of this instance in its leases.
+    /// This instance, as its leases name it.
     pub instance: Identity,
     /// This instance among the others. A command has none: it leads whatever no other process leads.
     pub member: Option<Member>,

@@ -103,7 +103,7 @@ impl Handle {
         for _ in 0..=plan.longest_chain() {
             let before = counts.effects();
             published.has_applied(server.operation_time().await?).await?;
-            // What changes nothing feeds no further rule.
+            // A round that changes nothing leaves no work for further rules.
             if counts.effects() == before {
                 break;
             }

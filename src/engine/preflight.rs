@@ -194,7 +194,7 @@ pub async fn apply(server: &Server, fix: &Fix) -> Result<()> {
     Ok(())
 }
 
-/// What `listCollections` reports of those of these collections that exist.
+/// The entries of `listCollections` for these collections. A collection that does not exist has none.
 async fn collection_infos(server: &Server, namespaces: &BTreeSet<Namespace>) -> Result<BTreeMap<Namespace, Document>> {
     let mut infos = BTreeMap::new();
     for (database, names) in Namespace::by_database(namespaces) {

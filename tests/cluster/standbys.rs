@@ -158,7 +158,7 @@ async fn a_lease_whose_holder_is_not_heard_is_waited_for() {
     db.collection("hosts").insert_one(doc! {"_id": 1, "ip": 1}).await.unwrap();
     db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
     let rule = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }";
-    let mut running = Running::start(&test, rule, "lease: { ttl_seconds: 60 }\n").await;
+    let mut running = Running::start(&test, rule, "lease: { ttl_seconds: 600 }\n").await;
     let leads = |status: &Value| status["role"] == "leader";
     let name =
         name_of(&running.until_json("it leads", |status| leads(status) && !status["instances"][0].is_null()).await);

@@ -86,12 +86,7 @@ async fn what_otherwise_says_is_nothing_to_lose() {
             orders.update_many(doc! {}, doc! {"$set": {"lines.0.list": price}}).await.unwrap();
             daemon.settled().await;
         }
-        daemon.ask("r").await;
-        until("the backfill", async || {
-            let state = daemon.progress().borrow().states[0].clone();
-            (state == RuleState::Live || state.is_stopped()).then_some(())
-        })
-        .await;
+        daemon.begin_backfill("r").await;
         daemon.settled().await;
         assert_eq!(daemon.progress().borrow().states[0], RuleState::Live, "{rule}");
         daemon.stop().await;

@@ -222,8 +222,8 @@ impl Daemon {
         let limit = std::time::Duration::from_secs(240);
         let all = async {
             let mut lacking = BTreeSet::new();
-            // One partition may read the writes of another one: waits for all of them, as often as the longest chain of
-            // rules, or until nothing is changed any more.
+            // Each round waits for all partitions, because one may read the writes of another. The last round is one that changes
+            // nothing, or the last step of the longest chain.
             let effects = || self.handles.iter().map(|handle| handle.context.counts.effects()).sum::<u64>();
             for _ in 0..=self.context().plan.longest_chain() {
                 let before = effects();
@@ -353,6 +353,14 @@ impl Daemon {
             .await;
         }
         found
+    }
+
+    /// Requests a backfill of a rule, and waits until it has begun.
+    pub async fn begin_backfill(&self, rule: &str) {
+        let jobs = || self.context().counts.jobs.load(Ordering::Relaxed);
+        let before = jobs();
+        self.ask(rule).await;
+        until("the backfill begins", async || (jobs() > before).then_some(())).await;
     }
 
     /// Number of keys that it has reconciled, in all partitions.

@@ -152,7 +152,7 @@ fn instances(this: &str, state: &State, view: &View) -> Vec<InstanceReport> {
     let is_this = |instance: &Instance| instance.id == this;
     let mine = there.iter().find(|instance| is_this(instance)).map(|instance| &instance.plan);
     let holders = || state.read.iter().flat_map(|read| read.held.values());
-    let leads = |instance: &Instance| holders().any(|holder| holder.is(&instance.id, &instance.name));
+    let leads = |instance: &Instance| holders().any(|holder| holder.is(&instance.id));
     let role = |instance: &Instance| match &view.leadership {
         Leadership::Unknown { .. } => "unknown",
         mine if is_this(instance) => mine.name(),
@@ -160,6 +160,7 @@ fn instances(this: &str, state: &State, view: &View) -> Vec<InstanceReport> {
         _ => "standby",
     };
     let report = |instance: &Instance| InstanceReport {
+        id: instance.id.clone(),
         name: instance.name.clone(),
         role: role(instance).to_owned(),
         version: instance.version.clone(),

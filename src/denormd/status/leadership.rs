@@ -75,9 +75,9 @@ impl Leadership {
             return unknown;
         }
         let mut leaders: Vec<Holder> = read.held.values().cloned().collect();
-        leaders.sort_by(|a, b| (&a.instance, a.id(), b.term).cmp(&(&b.instance, b.id(), a.term)));
-        leaders.dedup_by(|a, b| a.id() == b.id());
-        if leaders.iter().any(|leader| leader.names(facts.instance)) {
+        leaders.sort_by(|a, b| (&a.instance, &a.id, b.term).cmp(&(&b.instance, &b.id, a.term)));
+        leaders.dedup_by(|a, b| (&a.instance, &a.id) == (&b.instance, &b.id));
+        if leaders.iter().any(|leader| leader.is(&facts.instance.id)) {
             return Self::Starting;
         }
         Self::Standby { leaders }
@@ -130,25 +130,32 @@ impl Leadership {
         }
     }
 
-    /// The names of the leaders of a standby.
+    /// The names of the leaders of a standby, each once.
     #[must_use]
     pub fn leaders(&self) -> Vec<&str> {
-        match self {
-            Self::Standby { leaders } => leaders.iter().map(|leader| leader.instance.as_str()).collect(),
-            _ => Vec::new(),
-        }
+        let mut names: Vec<&str> = self.holders().iter().map(|leader| leader.instance.as_str()).collect();
+        names.dedup();
+        names
+    }
+
+    fn holders(&self) -> &[Holder] {
+        if let Self::Standby { leaders } = self { leaders } else { &[] }
     }
 
     /// The event for the timeline after the state `before`. The beginning and the end of a leadership are recorded
     /// where they happen, with their reasons.
     #[must_use]
     pub fn news(&self, before: &Self, now: i64) -> Option<Event> {
+        let are_others = || {
+            let of = |one: &Holder| (one.instance.clone(), one.id.clone());
+            !before.holders().iter().map(of).eq(self.holders().iter().map(of))
+        };
         let event = |at: i64, what: &str, text: String| Some(Event::new(at, what, Vec::new(), text));
         match (before, self) {
             (Self::Unknown { .. }, Self::Leader { term }) => {
                 event(now, "leader", format!("this instance still leads, term {term}: its lease is renewed again"))
             }
-            (_, Self::Standby { leaders }) if !leaders.is_empty() && before.leaders() != self.leaders() => {
+            (_, Self::Standby { leaders }) if !leaders.is_empty() && are_others() => {
                 event(now, "standby", format!("standing by: the lease names {}", self.leaders().join(" and ")))
             }
             (_, Self::Unknown { since }) if before.name() != self.name() => {
@@ -164,7 +171,7 @@ mod tests {
     use super::*;
 
     fn reading(age: u64, holders: &[&str]) -> Reading {
-        // The id of `me:1 before` is not its name.
+        // What follows a space is only in the id: `me:1 before` has the name `me:1`.
         let holder = |id: &&str| Holder {
             instance: id.split(' ').next().unwrap_or_default().to_owned(),
             id: (*id).to_owned(),
@@ -195,6 +202,8 @@ mod tests {
         assert_eq!(of(&[], Some(&reading(0, &["me:1"]))), Leadership::Starting, "it is about to lead");
         let predecessor = of(&[], Some(&reading(0, &["me:1 before"])));
         assert_eq!(predecessor.sentence().unwrap(), "Standing by: me:1 leads.", "another container, of the same name");
+        let of_release_0_1 = Reading { at: Instant::now(), held: reading(0, &[" "]).held };
+        assert_eq!(of(&[], Some(&of_release_0_1)).name(), "standby", "its leases have no id");
     }
 
     #[test]
@@ -215,6 +224,7 @@ mod tests {
         let (nobody, unknown) = (Leadership::Standby { leaders: Vec::new() }, Leadership::Unknown { since: 0 });
         let told = |before: &Leadership, after: &Leadership| after.news(before, 0).map(|event| event.what);
         assert_eq!(told(&nobody, &other).as_deref(), Some("standby"));
+        assert_eq!(told(&other, &of(&[], Some(&reading(0, &["other:2 again"])))).as_deref(), Some("standby"));
         assert_eq!(told(&other, &other), None);
         let mut renewed = other.clone();
         if let Leadership::Standby { leaders } = &mut renewed {

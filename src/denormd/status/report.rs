@@ -141,6 +141,9 @@ pub struct Current {
 /// An instance of the deployment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstanceReport {
+    /// Unique id, as the leases have it.
+    #[serde(default)]
+    pub id: String,
     /// Host and process.
     pub name: String,
     /// `leader`, `standby`, or `unknown` while the lease cannot be read.

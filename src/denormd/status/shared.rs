@@ -153,7 +153,7 @@ impl Board {
 /// The reports of these leaders, joined. None until each of them has written one.
 async fn read(context: &Context, leaders: &[Holder]) -> Result<Option<Report>> {
     let dead_letters = &context.dead_letters;
-    let ids = leaders.iter().map(|leader| doc! {"deployment": &dead_letters.deployment, "instance": leader.id()});
+    let ids = leaders.iter().map(|leader| doc! {"deployment": &dead_letters.deployment, "instance": &leader.id});
     let reports = context.server.collection(&dead_letters.database, COLLECTION);
     let filter = doc! {"_id": {"$in": ids.collect::<Vec<_>>()}};
     let found: Vec<Document> = bounded(async { reports.find(filter).await?.try_collect().await }).await?;

@@ -1,4 +1,4 @@
-//! The identity of an instance in announcements, leases, reports and the timeline.
+//! The identity of an instance in announcements, leases and reports.
 
 use std::{fmt, sync::LazyLock};
 
@@ -12,7 +12,7 @@ pub struct Identity {
     /// Process id.
     pub process: i64,
     /// Unique id. Host and process are not unique: a container that restarts keeps its host name, two containers may be given the
-    /// same one, and their processes have the id 1.
+    /// same one, and their processes have the process id 1.
     pub id: String,
 }
 
@@ -40,7 +40,7 @@ impl fmt::Display for Identity {
     }
 }
 
-/// The name by which people know an instance.
+/// The displayed name of an instance: `host:process`.
 pub(super) fn name(host: &str, process: i64) -> String {
     format!("{host}:{process}")
 }

@@ -375,7 +375,7 @@ struct Named {
     host: String,
     #[serde(rename = "process")]
     process: i64,
-    /// The first version does not write it.
+    /// Release 0.1 does not write it.
     #[serde(rename = "instance", default)]
     instance: String,
     #[serde(rename = "term")]
@@ -391,7 +391,7 @@ struct Named {
 pub struct Holder {
     /// Name of the instance: host and process.
     pub instance: String,
-    /// Id of the instance; empty if the first version of denormd took the lease.
+    /// Id of the instance; empty if an instance of release 0.1 took the lease.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub id: String,
     /// Term of the leadership.
@@ -404,22 +404,11 @@ pub struct Holder {
 }
 
 impl Holder {
-    /// True if the lease names this instance. A lease without an id has only the name.
+    /// True if the lease names the instance with this id. A lease of release 0.1 names none: every instance that is compared with it
+    /// writes its id.
     #[must_use]
-    pub fn names(&self, instance: &Identity) -> bool {
-        self.is(&instance.id, &instance.to_string())
-    }
-
-    /// True if the lease names the instance with this id and name.
-    #[must_use]
-    pub fn is(&self, id: &str, name: &str) -> bool {
-        if self.id.is_empty() { self.instance == name } else { self.id == id }
-    }
-
-    /// The id, or the name if the lease has no id.
-    #[must_use]
-    pub fn id(&self) -> &str {
-        if self.id.is_empty() { &self.instance } else { &self.id }
+    pub fn is(&self, id: &str) -> bool {
+        self.id == id
     }
 }
 

@@ -48,7 +48,8 @@ fn wrong(names: &[String], statuses: &[Status]) -> Option<String> {
         return Some(format!("of {of} partitions, these have leaders: {partitions:?}"));
     }
     let with_names = || names.iter().map(String::as_str).zip(statuses);
-    let leaders: Vec<&str> = with_names().filter(|(_, status)| is_leader(status)).map(|(name, _)| name).collect();
+    let mut leaders: Vec<&str> = with_names().filter(|(_, status)| is_leader(status)).map(|(name, _)| name).collect();
+    leaders.dedup();
     with_names().find_map(|(name, status)| {
         let instances = status.instances.iter();
         let mut shown: Vec<(&str, &str, bool)> =
