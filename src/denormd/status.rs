@@ -313,7 +313,7 @@ impl Board {
         let by_others = |place: &u32| {
             let mut all = Partition::all(state.partitions);
             let lease = all.find(|partition| partition.place() == *place).and_then(|of| held.get(&of.id(&self.name)));
-            lease.is_some_and(|holder| !holder.is(&self.instance.id))
+            lease.is_some_and(|holder| holder.id != self.instance.id)
         };
         let gone: Vec<u32> = state.left.keys().copied().filter(by_others).collect();
         state.left.retain(|place, _| !gone.contains(place));

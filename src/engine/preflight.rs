@@ -195,12 +195,16 @@ pub async fn apply(server: &Server, fix: &Fix) -> Result<()> {
 }
 
 /// The entries of `listCollections` for these collections. A collection that does not exist has none.
-async fn collection_infos(server: &Server, namespaces: &BTreeSet<Namespace>) -> Result<BTreeMap<Namespace, Document>> {
+async fn collection_infos<'a>(
+    server: &Server,
+    namespaces: impl IntoIterator<Item = &'a Namespace>,
+) -> Result<BTreeMap<Namespace, Document>> {
     let mut infos = BTreeMap::new();
     for (database, names) in Namespace::by_database(namespaces) {
         for info in server.listed(database, doc! {"filter": {"name": {"$in": names}}}).await? {
-            let collection = info.get_str("name").unwrap_or_default().to_owned();
-            infos.insert(Namespace { database: database.to_owned(), collection }, info);
+            // A collection that is left out would count as missing.
+            let name = info.get_str("name").map_err(|_| Error::internal("an entry of listCollections has no name"))?;
+            infos.insert(Namespace { database: database.to_owned(), collection: name.to_owned() }, info);
         }
     }
     Ok(infos)
@@ -275,8 +279,8 @@ fn keeps_pre_images(info: Option<&Document>) -> bool {
 
 /// True if the collection keeps pre-images; None if it does not exist.
 pub async fn has_pre_images(server: &Server, namespace: &Namespace) -> Result<Option<bool>> {
-    let infos = collection_infos(server, &[namespace.clone()].into()).await?;
-    Ok(infos.get(namespace).map(|info| keeps_pre_images(Some(info))))
+    let info = collection_infos(server, [namespace]).await?.remove(namespace);
+    Ok(info.map(|info| keeps_pre_images(Some(&info))))
 }
 
 /// The command that enables pre-images for a collection, or creates the collection with them.

@@ -700,6 +700,8 @@ async fn leases_instances_and_formats(version: &str) {
     };
     ends(DEPLOYMENT, 3_600_000).await;
     assert!(lease::is_held(&server, &test.name, &[DEPLOYMENT.to_owned()]).await.unwrap(), "until its end");
+    let holders = lease::holders(&server, &test.name, DEPLOYMENT).await.unwrap();
+    assert_eq!(holders[DEPLOYMENT].id.is_empty(), version == "1", "release 0.1 writes no id");
     let instance = &Identity::of_this_process();
     let lease = Lease::new(Server::new(test.client.clone()), &test.name, DEPLOYMENT, instance, TTL);
     assert!(lease.try_lead().await.unwrap().is_none());

@@ -527,7 +527,7 @@ async fn targets_without_a_source_lose_nothing_in_another_backfill() {
         let daemon = Daemon::start_config(&text).await;
         daemon.settled().await;
         assert_eq!(with_values(&db).await, 30, "{instead}");
-        daemon.begin_backfill("address").await;
+        daemon.start_backfill("address").await;
         daemon.settled().await;
         assert_eq!(daemon.progress().borrow().states[0], RuleState::Live, "{instead}");
         daemon.stop().await;

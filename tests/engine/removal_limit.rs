@@ -86,7 +86,7 @@ async fn what_otherwise_says_is_nothing_to_lose() {
             orders.update_many(doc! {}, doc! {"$set": {"lines.0.list": price}}).await.unwrap();
             daemon.settled().await;
         }
-        daemon.begin_backfill("r").await;
+        daemon.start_backfill("r").await;
         daemon.settled().await;
         assert_eq!(daemon.progress().borrow().states[0], RuleState::Live, "{rule}");
         daemon.stop().await;

@@ -355,12 +355,12 @@ impl Daemon {
         found
     }
 
-    /// Requests a backfill of a rule, and waits until it has begun.
-    pub async fn begin_backfill(&self, rule: &str) {
+    /// Requests a backfill of a rule and waits for its start.
+    pub async fn start_backfill(&self, rule: &str) {
         let jobs = || self.context().counts.jobs.load(Ordering::Relaxed);
         let before = jobs();
         self.ask(rule).await;
-        until("the backfill begins", async || (jobs() > before).then_some(())).await;
+        until("the backfill starts", async || (jobs() > before).then_some(())).await;
     }
 
     /// Number of keys that it has reconciled, in all partitions.

@@ -323,7 +323,7 @@ async fn awaited(store: &Store, server: &Server, rule: &Rule) -> Result<Awaited>
 async fn is_led_elsewhere(context: &Context, store: &Store, partitions: &[String]) -> Result<bool> {
     let holders = lease::holders(&context.server, store.database(), &context.dead_letters.deployment).await?;
     let own = Identity::of_this_process();
-    Ok(partitions.iter().filter_map(|id| holders.get(id)).any(|holder| !holder.is(&own.id)))
+    Ok(partitions.iter().filter_map(|id| holders.get(id)).any(|holder| holder.id != own.id))
 }
 
 fn led_otherwise(rule: &str) -> Error {

@@ -152,7 +152,7 @@ fn instances(this: &str, state: &State, view: &View) -> Vec<InstanceReport> {
     let is_this = |instance: &Instance| instance.id == this;
     let mine = there.iter().find(|instance| is_this(instance)).map(|instance| &instance.plan);
     let holders = || state.read.iter().flat_map(|read| read.held.values());
-    let leads = |instance: &Instance| holders().any(|holder| holder.is(&instance.id));
+    let leads = |instance: &Instance| holders().any(|holder| holder.id == instance.id);
     let role = |instance: &Instance| match &view.leadership {
         Leadership::Unknown { .. } => "unknown",
         mine if is_this(instance) => mine.name(),

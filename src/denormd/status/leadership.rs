@@ -75,9 +75,9 @@ impl Leadership {
             return unknown;
         }
         let mut leaders: Vec<Holder> = read.held.values().cloned().collect();
-        leaders.sort_by(|a, b| (&a.instance, &a.id, b.term).cmp(&(&b.instance, &b.id, a.term)));
-        leaders.dedup_by(|a, b| (&a.instance, &a.id) == (&b.instance, &b.id));
-        if leaders.iter().any(|leader| leader.is(&facts.instance.id)) {
+        leaders.sort_by(|a, b| (who(a), b.term).cmp(&(who(b), a.term)));
+        leaders.dedup_by(|a, b| who(a) == who(b));
+        if leaders.iter().any(|leader| leader.id == facts.instance.id) {
             return Self::Starting;
         }
         Self::Standby { leaders }
@@ -146,16 +146,14 @@ impl Leadership {
     /// where they happen, with their reasons.
     #[must_use]
     pub fn news(&self, before: &Self, now: i64) -> Option<Event> {
-        let are_others = || {
-            let of = |one: &Holder| (one.instance.clone(), one.id.clone());
-            !before.holders().iter().map(of).eq(self.holders().iter().map(of))
-        };
         let event = |at: i64, what: &str, text: String| Some(Event::new(at, what, Vec::new(), text));
         match (before, self) {
             (Self::Unknown { .. }, Self::Leader { term }) => {
                 event(now, "leader", format!("this instance still leads, term {term}: its lease is renewed again"))
             }
-            (_, Self::Standby { leaders }) if !leaders.is_empty() && are_others() => {
+            (_, Self::Standby { leaders })
+                if !leaders.is_empty() && !before.holders().iter().map(who).eq(leaders.iter().map(who)) =>
+            {
                 event(now, "standby", format!("standing by: the lease names {}", self.leaders().join(" and ")))
             }
             (_, Self::Unknown { since }) if before.name() != self.name() => {
@@ -166,12 +164,17 @@ impl Leadership {
     }
 }
 
+/// Name and id of the instance that holds a lease. Those of release 0.1 have no id.
+fn who(holder: &Holder) -> (&str, &str) {
+    (&holder.instance, &holder.id)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn reading(age: u64, holders: &[&str]) -> Reading {
-        // What follows a space is only in the id: `me:1 before` has the name `me:1`.
+        // The name is the part of the id before a space: the instance `me:1 before` has the name `me:1`.
         let holder = |id: &&str| Holder {
             instance: id.split(' ').next().unwrap_or_default().to_owned(),
             id: (*id).to_owned(),

@@ -403,15 +403,6 @@ pub struct Holder {
     pub until: i64,
 }
 
-impl Holder {
-    /// True if the lease names the instance with this id. A lease of release 0.1 names none: every instance that is compared with it
-    /// writes its id.
-    #[must_use]
-    pub fn is(&self, id: &str) -> bool {
-        self.id == id
-    }
-}
-
 /// Holders of all leases of a deployment by the lease's id, for any number of partitions.
 pub async fn holders(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Holder>> {
     let fields = doc! {"free": is_free(), "host": 1, "process": 1, "instance": 1, "term": 1, "taken": 1, "until": 1};
