@@ -9,7 +9,7 @@ use crate::reconcile::{
     by_target::{self, Referrer},
     read,
 };
-use denormd_model::namespace::Namespace;
+use denormd_model::{field_path::FieldPath, namespace::Namespace};
 use denormd_mongo::{
     Server,
     classify::server_text,
@@ -421,7 +421,19 @@ fn looked_up(rule: &Rule, role: Role) -> Vec<String> {
     if rule.creates.is_some() && role == Role::Target {
         return vec!["_id".to_owned()];
     }
-    rule.reference.paths(role).map(denormd_model::field_path::FieldPath::query).collect()
+    rule.reference.paths(role).map(FieldPath::query).collect()
+}
+
+/// The paths of the indexes that a rule needs in one of its collections.
+pub(crate) fn index_paths(rule: &Rule, role: Role) -> impl Iterator<Item = FieldPath> {
+    let further = beyond(rule, role).into_iter().map(|(path, _)| path);
+    let texts: Vec<String> = looked_up(rule, role).into_iter().chain(further).chain(child(rule, role)).collect();
+    texts.into_iter().filter_map(|text| FieldPath::parse(&text).ok())
+}
+
+/// The path of the ids stored in the parent. Without pre-images, they identify the parent that a child has left.
+fn child(rule: &Rule, role: Role) -> Option<String> {
+    rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()).map(FieldPath::query)
 }
 
 /// A lookup in a collection that does not exist: it needs an index as soon as it does.
@@ -453,9 +465,8 @@ fn missing_indexes(
     let paths = looked_up(rule, role);
     let mut findings = Vec::new();
     findings.extend(missing_index(rule, &paths, &beyond(rule, role), collection, seen));
-    // Without pre-images, the ids stored in the parent identify the parent that a child has left.
-    if let Some(child) = rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()) {
-        findings.extend(missing_index(rule, &[child.query()], &Document::new(), collection, seen));
+    if let Some(child) = child(rule, role) {
+        findings.extend(missing_index(rule, &[child], &Document::new(), collection, seen));
     }
     findings
 }

@@ -19,11 +19,7 @@ use denormd_model::{
 use denormd_mongo::{Server, command::decoded, error::Result};
 use denormd_rules::{
     config::{ConfigPath, KeyType, Mistake},
-    plan::{
-        Pair, Plan, Rule, Side,
-        expression::{self, Reads as Paths},
-        reference::Role,
-    },
+    plan::{Pair, Plan, Rule, Side, reference::Role},
 };
 
 /// Documents that are sampled from each side.
@@ -98,8 +94,8 @@ impl Doubts {
 }
 
 async fn see(server: &Server, plan: &Plan, rule: &Rule) -> Result<(Seen, Seen)> {
-    let mut source = look(server, &rule.source).await?;
-    let mut target = look(server, &rule.target).await?;
+    let mut source = look(server, rule, Role::Source).await?;
+    let mut target = look(server, rule, Role::Target).await?;
     for (seen, side) in [(&mut source, &rule.source), (&mut target, &rule.target)] {
         // A tree reads its own output.
         let others = plan
@@ -151,7 +147,15 @@ fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
     found
 }
 
-async fn look(server: &Server, side: &Side) -> Result<Seen> {
+fn side(rule: &Rule, role: Role) -> &Side {
+    match role {
+        Role::Source => &rule.source,
+        Role::Target => &rule.target,
+    }
+}
+
+async fn look(server: &Server, rule: &Rule, role: Role) -> Result<Seen> {
+    let side = side(rule, role);
     let Namespace { database, collection } = &side.namespace;
     let names = server.collections(database).await?;
     let mut seen = Seen::default();
@@ -162,24 +166,59 @@ async fn look(server: &Server, side: &Side) -> Result<Seen> {
         seen.absent = Some(Absent { database: database_absent, near });
         return Ok(seen);
     }
-    let mut documents = draw(server, &side.namespace, side.filter.as_ref()).await?;
-    if side.filter.is_some() && documents.as_ref().is_some_and(Vec::is_empty) {
+    let sample = |filter| draw(server, &side.namespace, filter, doc! {"$sample": {"size": DRAWN}});
+    let mut filter = side.filter.as_ref();
+    let mut documents = sample(filter).await?;
+    if filter.is_some() && documents.as_ref().is_some_and(Vec::is_empty) {
         seen.none_match = true;
-        documents = draw(server, &side.namespace, None).await?;
+        filter = None;
+        documents = sample(None).await?;
     }
-    if let Some(documents) = documents.filter(|documents| !documents.is_empty()) {
-        let shape = Shape::of(documents.iter().map(|document| (document, 0)));
-        seen.cut = shape.is_cut();
-        seen.shape = Some(shape);
+    let mut documents = documents.unwrap_or_default();
+    if documents.is_empty() {
+        return Ok(seen);
     }
+    let paths = places::paths(rule, role, seen.none_match);
+    let shape = |documents: &[Document]| Shape::of(documents.iter().map(|document| (document, 0)));
+    let mut met = shape(&documents);
+    let mut unmet = without(&met, &paths);
+    // A sample is likely to lack a rare field.
+    while !unmet.is_empty() {
+        let exist: Vec<Document> = unmet.iter().map(|query| doc! {query: {"$exists": true}}).collect();
+        let having = doc! {"$and": [filter.cloned().unwrap_or_default(), {"$or": exist}]};
+        documents.extend(draw(server, &side.namespace, Some(&having), doc! {"$limit": 1}).await?.unwrap_or_default());
+        met = shape(&documents);
+        let left = without(&met, &paths);
+        if left.len() == unmet.len() {
+            break;
+        }
+        unmet = left;
+    }
+    seen.cut = met.is_cut();
+    seen.shape = Some(met);
     Ok(seen)
 }
 
-/// Draws a few documents. None if that takes too long, or if the server refuses the filter, which is reported
-/// separately.
-async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>) -> Result<Option<Vec<Document>>> {
+/// The paths, in query syntax, that none of these documents has.
+fn without(shape: &Shape, paths: &[FieldPath]) -> Vec<String> {
+    let queries = paths.iter().map(FieldPath::query).filter(|query| !query.contains('$'));
+    queries.filter(|query| !has_field(shape, query)).collect()
+}
+
+fn has_field(shape: &Shape, query: &str) -> bool {
+    shape.fields.iter().any(|field| field.path.query() == query)
+}
+
+/// Draws a few of the documents that match. None if that takes too long, or if the server refuses the filter, which is
+/// reported separately.
+async fn draw(
+    server: &Server,
+    namespace: &Namespace,
+    filter: Option<&Document>,
+    how: Document,
+) -> Result<Option<Vec<Document>>> {
     let mut stages: Vec<Document> = filter.map(|filter| doc! {"$match": filter.clone()}).into_iter().collect();
-    stages.push(doc! {"$sample": {"size": DRAWN}});
+    stages.push(how);
     stages.push(doc! {"$match": {"$expr": {"$lte": [{"$bsonSize": "$$ROOT"}, LARGEST]}}});
     let command = doc! {
         "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": TIMEOUT, "allowDiskUse": true,
@@ -241,9 +280,8 @@ fn has(seen: &Seen, path: &FieldPath) -> Option<bool> {
     let shape = seen.shape.as_ref()?;
     let query = path.query();
     // In a map or a deep document, there may be more fields than were sampled.
-    let found = shape.fields.iter().any(|field| field.path.query() == query);
     let may_come = seen.cut || query.contains('$') || seen.written.iter().any(|written| written.overlaps(path));
-    if found { Some(true) } else { (!may_come).then_some(false) }
+    if has_field(shape, &query) { Some(true) } else { (!may_come).then_some(false) }
 }
 
 /// Pairs in which each path belongs to the other side: `{ _id: customer_id }` for `{ customer_id: _id }`.
@@ -331,30 +369,23 @@ fn arrays(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
 /// Fields that no sampled document has.
 fn fields(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
     let mut found: Vec<Mistake> = Vec::new();
-    let mut reads = places::reads(rule);
-    // A filter may name a field that does not exist yet, unless it excludes every document.
-    for (seen, side, place, of_source) in [
-        (source, &rule.source, rule.side_at(Role::Source), true),
-        (target, &rule.target, rule.side_at(Role::Target), false),
-    ] {
-        if let Some(filter) = side.filter.as_ref().filter(|_| seen.none_match) {
-            let read = expression::filter(filter).unwrap_or_default();
-            reads.push((Mistake::new(place.key("where"), ""), read, of_source));
-        }
-    }
-    for (place, reads, of_source) in reads {
-        let Paths::Paths(paths) = reads else { continue };
-        let (seen, side) = if of_source { (source, &rule.source) } else { (target, &rule.target) };
-        for path in paths.iter().filter(|path| has(seen, path) == Some(false)) {
+    for (role, seen) in [(Role::Target, target), (Role::Source, source)] {
+        for (place, path) in places::reads(rule, role, seen.none_match) {
+            if has(seen, &path) != Some(false) {
+                continue;
+            }
             let shape = seen.shape.as_ref();
             let documents = shape.map_or(0, |shape| shape.documents);
             let known: Vec<String> = shape
                 .map(|shape| shape.fields.iter().map(|field| field.path.to_string()).collect())
                 .unwrap_or_default();
-            let message = format!("no document of {documents} sampled in `{}` has the field `{path}`", side.namespace);
+            let message = format!(
+                "no document of {documents} sampled in `{}` has the field `{path}`",
+                side(rule, role).namespace
+            );
             let otherwise = "check the name; if the field will be added later, ignore this";
             let hint = meant(nearest(&path.to_string(), &known).as_ref(), otherwise);
-            found.push(Mistake { message, ..place.clone() }.hint(hint));
+            found.push(Mistake { message, ..place }.hint(hint));
         }
     }
     found

@@ -1,5 +1,8 @@
 //! The places of a rule's parts in the config.
 
+use super::side;
+use crate::preflight;
+use denormd_model::field_path::FieldPath;
 use denormd_rules::{
     config::{ConfigPath, Mistake},
     plan::{
@@ -14,26 +17,49 @@ pub fn pair_at(rule: &Rule, pair: &Pair) -> ConfigPath {
     rule.at().key("match").key(&pair.target.to_string())
 }
 
-/// The paths that are read at each place; true marks paths of the source.
-pub fn reads(rule: &Rule) -> Vec<(Mistake, Reads, bool)> {
+/// The paths of one side that the rule reads, each with its place. Of a filter that no document matches, its paths, too:
+/// another filter may name a field that is still to come.
+pub fn reads(rule: &Rule, role: Role, none_match: bool) -> Vec<(Mistake, FieldPath)> {
     let mut out = Vec::new();
+    let mut add = |place: Mistake, reads: Reads| {
+        if let Reads::Paths(paths) = reads {
+            out.extend(paths.into_iter().map(|path| (place.clone(), path)));
+        }
+    };
     for pair in &rule.reference.pairs {
-        out.push((Mistake::new(pair_at(rule, pair), "").on_key(), Reads::Paths(vec![pair.target.clone()]), false));
-        out.push((Mistake::new(pair_at(rule, pair), ""), Reads::Paths(vec![pair.source.clone()]), true));
+        let place = Mistake::new(pair_at(rule, pair), "");
+        match role {
+            Role::Target => add(place.on_key(), Reads::Paths(vec![pair.target.clone()])),
+            Role::Source => add(place, Reads::Paths(vec![pair.source.clone()])),
+        }
     }
-    let each = rule.reference.variables();
-    for (place, value, accumulator) in rule.values_at() {
-        let reads =
-            if accumulator { expression::accumulator(value, each) } else { expression::expression(value, each) };
-        let reads = reads.unwrap_or_default();
-        out.push((Mistake::new(place, ""), reads.source, true));
+    if role == Role::Source {
+        let each = rule.reference.variables();
+        for (place, value, accumulator) in rule.values_at() {
+            let reads =
+                if accumulator { expression::accumulator(value, each) } else { expression::expression(value, each) };
+            add(Mistake::new(place, ""), reads.unwrap_or_default().source);
+        }
+        for (path, _) in &rule.sort {
+            let mut reads = Reads::default();
+            reads.add_text(path);
+            add(Mistake::new(rule.at().key("sort").key(path), "").on_key(), reads);
+        }
     }
-    for (path, _) in &rule.sort {
-        let mut reads = Reads::default();
-        reads.add_text(path);
-        out.push((Mistake::new(rule.at().key("sort").key(path), "").on_key(), reads, true));
+    if let Some(filter) = side(rule, role).filter.as_ref().filter(|_| none_match) {
+        let place = rule.side_at(role).key("where");
+        add(Mistake::new(place, ""), expression::filter(filter).unwrap_or_default());
     }
     out
+}
+
+/// The paths of one side about which there can be a suspicion: those that the rule reads, and those of its indexes.
+pub fn paths(rule: &Rule, role: Role, none_match: bool) -> Vec<FieldPath> {
+    let read = reads(rule, role, none_match).into_iter().map(|(_, path)| path);
+    let mut paths: Vec<FieldPath> = read.chain(preflight::index_paths(rule, role)).collect();
+    paths.sort_unstable();
+    paths.dedup();
+    paths
 }
 
 /// Every name with its place; true marks a key of a mapping.
