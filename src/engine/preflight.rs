@@ -426,14 +426,22 @@ fn looked_up(rule: &Rule, role: Role) -> Vec<String> {
 
 /// The paths of the indexes that a rule needs in one of its collections.
 pub(crate) fn index_paths(rule: &Rule, role: Role) -> impl Iterator<Item = FieldPath> {
-    let further = beyond(rule, role).into_iter().map(|(path, _)| path);
-    let texts: Vec<String> = looked_up(rule, role).into_iter().chain(further).chain(child(rule, role)).collect();
+    let texts: Vec<String> = lookups(rule, role)
+        .into_iter()
+        .flat_map(|(paths, beyond)| paths.into_iter().chain(beyond.into_iter().map(|(path, _)| path)))
+        .collect();
     texts.into_iter().filter_map(|text| FieldPath::parse(&text).ok())
 }
 
-/// The path of the ids stored in the parent. Without pre-images, they identify the parent that a child has left.
-fn child(rule: &Rule, role: Role) -> Option<String> {
-    rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()).map(FieldPath::query)
+/// The lookups of a rule in one of its collections: the paths, one of which an index must begin with, and the keys that follow
+/// it.
+fn lookups(rule: &Rule, role: Role) -> Vec<(Vec<String>, Document)> {
+    let mut lookups = vec![(looked_up(rule, role), beyond(rule, role))];
+    // Without pre-images, the ids stored in the parent identify the parent that a child has left.
+    if let Some(child) = rule.child().filter(|_| role == Role::Target && !rule.reference.keyed_by_source_id()) {
+        lookups.push((vec![child.query()], Document::new()));
+    }
+    lookups
 }
 
 /// A lookup in a collection that does not exist: it needs an index as soon as it does.
@@ -462,13 +470,8 @@ fn missing_indexes(
     collection: (&Namespace, bool, &[Document]),
     seen: &mut BTreeSet<Namespace>,
 ) -> Vec<Finding> {
-    let paths = looked_up(rule, role);
-    let mut findings = Vec::new();
-    findings.extend(missing_index(rule, &paths, &beyond(rule, role), collection, seen));
-    if let Some(child) = child(rule, role) {
-        findings.extend(missing_index(rule, &[child], &Document::new(), collection, seen));
-    }
-    findings
+    let lookups = lookups(rule, role);
+    lookups.iter().filter_map(|(paths, beyond)| missing_index(rule, paths, beyond, collection, seen)).collect()
 }
 
 /// Requires an index that begins with one of the lookup's paths.

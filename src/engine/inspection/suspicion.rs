@@ -7,10 +7,14 @@ mod constants;
 mod interpolation;
 mod places;
 
+use std::time::Duration;
+
 use bson::{Document, doc};
+use tokio::time::Instant;
 
 use crate::{preflight, reconcile::read::simple_collation};
 use denormd_model::{
+    clock::millis,
     field_path::{FieldPath, Segment},
     namespace::Namespace,
     position::ClusterTime,
@@ -26,8 +30,8 @@ use denormd_rules::{
 const DRAWN: i32 = 100;
 /// Size above which a document is skipped, in bytes: a hundred of them would be too much.
 const LARGEST: i32 = 256 << 10;
-/// Time limit of a sample on the server, in milliseconds.
-const TIMEOUT: i64 = 5000;
+/// Time limit of a sample, and of the search for the fields that it lacks.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The collection, or its whole database, does not exist.
 #[derive(Debug)]
@@ -50,6 +54,8 @@ struct Seen {
     cut: bool,
     /// Paths that rules write: no document may have them yet.
     written: Vec<FieldPath>,
+    /// Paths that no sampled document has, but another one.
+    rare: Vec<FieldPath>,
 }
 
 /// The suspected mistakes in a rule. Reads only.
@@ -75,36 +81,65 @@ pub async fn doubts(server: &Server, plan: &Plan, rule: &Rule) -> Result<Doubts>
 }
 
 impl Doubts {
-    /// A field that no sampled document has, among those of an index of a rule's collection, and the existing field that
+    /// A field that no document seems to have, among those of an index of a rule's collection, and the existing field that
     /// was probably meant. Less similar names are only a warning: the field may be still to come.
     #[must_use]
     pub fn misspelt(&self, database: &str, index: &Document) -> Option<(String, String)> {
         let (collection, keys) = preflight::index_keys(index)?;
         let is_meant = |ns: &Namespace| ns.database == database && ns.collection == collection;
-        let sides = self.sides.iter().filter(|(namespace, _)| is_meant(namespace));
-        sides.map(|(_, seen)| seen).find_map(|seen| {
-            let known: Vec<String> =
-                seen.shape.iter().flat_map(|shape| &shape.fields).map(|f| f.path.query()).collect();
-            keys.keys().find_map(|key| {
-                let path = FieldPath::parse(key).ok().filter(|path| has(seen, path) == Some(false))?;
-                Some((key.clone(), preflight::nearest(&path.query(), &known)?))
-            })
+        // Both, if the rule copies within one collection.
+        let sides: Vec<&Seen> = self.sides.iter().filter(|(ns, _)| is_meant(ns)).map(|(_, seen)| seen).collect();
+        let shapes = sides.iter().filter_map(|seen| seen.shape.as_ref());
+        let known: Vec<String> = shapes.flat_map(|shape| &shape.fields).map(|field| field.path.query()).collect();
+        keys.keys().find_map(|key| {
+            let path = FieldPath::parse(key).ok()?;
+            let is_absent = !sides.is_empty() && sides.iter().all(|seen| has(seen, &path) == Some(false));
+            Some((key.clone(), preflight::nearest(&path.query(), &known).filter(|_| is_absent)?))
         })
     }
 }
 
 async fn see(server: &Server, plan: &Plan, rule: &Rule) -> Result<(Seen, Seen)> {
-    let mut source = look(server, rule, Role::Source).await?;
-    let mut target = look(server, rule, Role::Target).await?;
-    for (seen, side) in [(&mut source, &rule.source), (&mut target, &rule.target)] {
-        // A tree reads its own output.
-        let others = plan
-            .rules
-            .iter()
-            .filter(|other| (other.id != rule.id || rule.tree.is_some()) && other.target.namespace == side.namespace);
-        seen.written = others.flat_map(|other| other.owned()).cloned().collect();
+    Ok((see_side(server, plan, rule, Role::Source).await?, see_side(server, plan, rule, Role::Target).await?))
+}
+
+async fn see_side(server: &Server, plan: &Plan, rule: &Rule, role: Role) -> Result<Seen> {
+    let side = side(rule, role);
+    let mut seen = look(server, side).await?;
+    // A tree reads its own output.
+    let others = plan
+        .rules
+        .iter()
+        .filter(|other| (other.id != rule.id || rule.tree.is_some()) && other.target.namespace == side.namespace);
+    seen.written = others.flat_map(|other| other.owned()).cloned().collect();
+    seen.rare = rare(server, rule, role, &seen).await?;
+    Ok(seen)
+}
+
+/// Looks in the whole collection for the fields that the sample lacks: it is likely to lack a rare one. A field for which
+/// there is no time counts as absent: it is better to ask in vain whether a name is right than to use a wrong one.
+async fn rare(server: &Server, rule: &Rule, role: Role, seen: &Seen) -> Result<Vec<FieldPath>> {
+    let side = side(rule, role);
+    let until = Instant::now() + TIMEOUT;
+    let mut found = Vec::new();
+    for path in places::paths(rule, role, seen.none_match) {
+        let left = until.saturating_duration_since(Instant::now());
+        if has(seen, &path) != Some(false) || left < Duration::from_millis(1) {
+            continue;
+        }
+        let filter = side.filter.clone().filter(|_| !seen.none_match).unwrap_or_default();
+        let command = doc! {
+            "find": &side.namespace.collection, "filter": {"$and": [filter, {path.query(): {"$exists": true}}]},
+            "projection": {"_id": 1}, "limit": 1, "maxTimeMS": millis(left), "collation": simple_collation(),
+        };
+        match server.read(&side.namespace.database, command, ClusterTime::default()).await {
+            Ok(rows) if !rows.is_empty() => found.push(path),
+            Ok(_) => {}
+            Err(error) if error.leaves_unknown() => {}
+            Err(error) => return Err(error),
+        }
     }
-    Ok((source, target))
+    Ok(found)
 }
 
 /// The suspected mistakes that the text of a rule alone shows.
@@ -154,8 +189,7 @@ fn side(rule: &Rule, role: Role) -> &Side {
     }
 }
 
-async fn look(server: &Server, rule: &Rule, role: Role) -> Result<Seen> {
-    let side = side(rule, role);
+async fn look(server: &Server, side: &Side) -> Result<Seen> {
     let Namespace { database, collection } = &side.namespace;
     let names = server.collections(database).await?;
     let mut seen = Seen::default();
@@ -166,63 +200,28 @@ async fn look(server: &Server, rule: &Rule, role: Role) -> Result<Seen> {
         seen.absent = Some(Absent { database: database_absent, near });
         return Ok(seen);
     }
-    let sample = |filter| draw(server, &side.namespace, filter, doc! {"$sample": {"size": DRAWN}});
-    let mut filter = side.filter.as_ref();
-    let mut documents = sample(filter).await?;
-    if filter.is_some() && documents.as_ref().is_some_and(Vec::is_empty) {
+    let mut documents = draw(server, &side.namespace, side.filter.as_ref()).await?;
+    if side.filter.is_some() && documents.as_ref().is_some_and(Vec::is_empty) {
         seen.none_match = true;
-        filter = None;
-        documents = sample(None).await?;
+        documents = draw(server, &side.namespace, None).await?;
     }
-    let mut documents = documents.unwrap_or_default();
-    if documents.is_empty() {
-        return Ok(seen);
+    if let Some(documents) = documents.filter(|documents| !documents.is_empty()) {
+        let shape = Shape::of(documents.iter().map(|document| (document, 0)));
+        seen.cut = shape.is_cut();
+        seen.shape = Some(shape);
     }
-    let paths = places::paths(rule, role, seen.none_match);
-    let shape = |documents: &[Document]| Shape::of(documents.iter().map(|document| (document, 0)));
-    let mut met = shape(&documents);
-    let mut unmet = without(&met, &paths);
-    // A sample is likely to lack a rare field.
-    while !unmet.is_empty() {
-        let exist: Vec<Document> = unmet.iter().map(|query| doc! {query: {"$exists": true}}).collect();
-        let having = doc! {"$and": [filter.cloned().unwrap_or_default(), {"$or": exist}]};
-        documents.extend(draw(server, &side.namespace, Some(&having), doc! {"$limit": 1}).await?.unwrap_or_default());
-        met = shape(&documents);
-        let left = without(&met, &paths);
-        if left.len() == unmet.len() {
-            break;
-        }
-        unmet = left;
-    }
-    seen.cut = met.is_cut();
-    seen.shape = Some(met);
     Ok(seen)
 }
 
-/// The paths, in query syntax, that none of these documents has.
-fn without(shape: &Shape, paths: &[FieldPath]) -> Vec<String> {
-    let queries = paths.iter().map(FieldPath::query).filter(|query| !query.contains('$'));
-    queries.filter(|query| !has_field(shape, query)).collect()
-}
-
-fn has_field(shape: &Shape, query: &str) -> bool {
-    shape.fields.iter().any(|field| field.path.query() == query)
-}
-
-/// Draws a few of the documents that match. None if that takes too long, or if the server refuses the filter, which is
-/// reported separately.
-async fn draw(
-    server: &Server,
-    namespace: &Namespace,
-    filter: Option<&Document>,
-    how: Document,
-) -> Result<Option<Vec<Document>>> {
+/// Draws a few documents. None if that takes too long, or if the server refuses the filter, which is reported
+/// separately.
+async fn draw(server: &Server, namespace: &Namespace, filter: Option<&Document>) -> Result<Option<Vec<Document>>> {
     let mut stages: Vec<Document> = filter.map(|filter| doc! {"$match": filter.clone()}).into_iter().collect();
-    stages.push(how);
+    stages.push(doc! {"$sample": {"size": DRAWN}});
     stages.push(doc! {"$match": {"$expr": {"$lte": [{"$bsonSize": "$$ROOT"}, LARGEST]}}});
     let command = doc! {
-        "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": TIMEOUT, "allowDiskUse": true,
-        "collation": simple_collation(),
+        "aggregate": &namespace.collection, "pipeline": stages, "cursor": {}, "maxTimeMS": millis(TIMEOUT),
+        "allowDiskUse": true, "collation": simple_collation(),
     };
     match server.read(&namespace.database, command, ClusterTime::default()).await {
         Ok(rows) => Ok(Some(decoded(&rows)?)),
@@ -275,13 +274,15 @@ fn quotes(rule: &Rule) -> Vec<Mistake> {
     found
 }
 
-/// True if any sampled document has a value at a path, also inside arrays; None if that is not known.
+/// True if any sampled document has a value at a path, also inside arrays; None if that is not known, or if only other
+/// documents have one.
 fn has(seen: &Seen, path: &FieldPath) -> Option<bool> {
     let shape = seen.shape.as_ref()?;
     let query = path.query();
+    let found = shape.fields.iter().any(|field| field.path.query() == query);
     // In a map or a deep document, there may be more fields than were sampled.
     let may_come = seen.cut || query.contains('$') || seen.written.iter().any(|written| written.overlaps(path));
-    if has_field(shape, &query) { Some(true) } else { (!may_come).then_some(false) }
+    if found { Some(true) } else { (!may_come && !seen.rare.contains(path)).then_some(false) }
 }
 
 /// Pairs in which each path belongs to the other side: `{ _id: customer_id }` for `{ customer_id: _id }`.

@@ -1,4 +1,4 @@
-//! The places of a rule's parts in the config.
+//! The paths and names of a rule that can be mistaken, and their places in the config.
 
 use super::side;
 use crate::preflight;
@@ -17,8 +17,8 @@ pub fn pair_at(rule: &Rule, pair: &Pair) -> ConfigPath {
     rule.at().key("match").key(&pair.target.to_string())
 }
 
-/// The paths of one side that the rule reads, each with its place. Of a filter that no document matches, its paths, too:
-/// another filter may name a field that is still to come.
+/// The paths of one side that the rule reads, each with its place. They include those of the filter only if no document
+/// matches it: any other filter may name a field that is still to come.
 pub fn reads(rule: &Rule, role: Role, none_match: bool) -> Vec<(Mistake, FieldPath)> {
     let mut out = Vec::new();
     let mut add = |place: Mistake, reads: Reads| {
