@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Plant one bug after another in a copy of the source, and demand that the tests notice each.
+"""Plant bugs in a copy of the source, and demand that the tests notice each.
 
-The bugs are in mutants.toml. The working tree is copied once, as git lists it; each bug is planted in the copy, built,
-tried with the tests that must fail on it, and taken out again. The copy and what is built of it are kept in
-target/mutants of the project, so a second run builds only what differs.
+The bugs are in mutants.toml. The working tree is copied, as git lists it, and all bugs are planted in the copy in one
+build, in which an environment variable chooses the bug (switches.py). Then each is tried with the tests that must fail
+on it. A bug that cannot be switched at run time, outside the body of a function, gets a build of its own after the
+others. The copy and what is built of it are kept in target/mutants of the project, so a second run builds only what differs.
 
 Before that the same tests run without any bug, to show that it is the bug they fail on.
 
     --list            say which bugs there are
     --only NAME       only these, several with commas between
     --skip-unplanted  do not run the tests without a bug first
-    --simulate SEEDS  try the bugs of the engine with so many seeds of the simulator instead, and say which seed found each;
-                      without --only, only the bugs without `unseen`
+    --simulate SEEDS  try the bugs of the engine with up to SEEDS seeds of the simulator instead, and say which seed found
+                      each; without --only, only the bugs without `unseen`
 
 Exit code 1 when a bug goes unnoticed, or when it could not be tried: it no longer fits the source, it does not build,
 or its tests did not end.
@@ -29,15 +30,22 @@ import tomllib
 from pathlib import Path
 
 import fetch
+import switches
 
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent
 CARGO = os.environ.get("CARGO", "cargo")
 # A test that takes longer hangs.
 PATIENCE_SECONDS = 600
+# The same for a simulation: each of its clusters has a limit of its own.
+SIMULATION_SECONDS = 3600
+# One set of flags for the tests of all packages together: with others, cargo would build the dependencies again.
+FLAGS = ["--workspace", "--features", "testcontainers"]
 # The tests on the simulated server, which need no other, and their share of the seeds: those with faults take longer.
 SIMULATED = "meaning::histories::simulated::all_rules_converge_"
 SIMULATIONS = [("on_the_model", 1), ("whatever_fails", 0.25), ("on_the_model_in_three_partitions", 0.25)]
+# The simulations take turns: most bugs are found in the first seeds of one of them.
+TURNS = [100, 400, 1500, 5000]
 
 
 def say(text=""):
@@ -63,8 +71,9 @@ def environment():
     return env
 
 
-def copied():
-    """The working tree, as git lists it, in a folder of its own. Only what has changed gets a new date."""
+def copied(besides):
+    """The working tree, as git lists it, in a folder of its own. Only what has changed gets a new date. The files in `besides`
+    are not updated: planted_together writes them."""
     copy = PROJECT / "target/mutants/source"
     listed = subprocess.run(
         ["git", "-C", str(PROJECT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -77,7 +86,7 @@ def copied():
             old.unlink()
     for name in wanted:
         source, target = PROJECT / name, copy / name
-        if not target.is_file() or target.read_bytes() != source.read_bytes():
+        if not target.is_file() or name not in besides and target.read_bytes() != source.read_bytes():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
     return copy
@@ -89,6 +98,32 @@ def planted(mutant, text):
     if count != 1:
         raise Untried(f"what it replaces is {count} times in {mutant['file']}")
     return text.replace(mutant["old"], mutant["new"])
+
+
+def planted_together(mutants, originals, copy, env, logs):
+    """Plants the mutants in one build; returns the names of those that it contains. Leaves out what does not build."""
+    chosen = [mutant for mutant in mutants if originals[mutant["file"]].count(mutant["old"]) == 1]
+    log = logs / "build.log"
+    while True:
+        lines = {}
+        for file, original in originals.items():
+            text, of = switches.planted(original, [mutant for mutant in chosen if mutant["file"] == file])
+            lines.update({name: (file, of[name]) for name in of})
+            if (copy / file).read_text(encoding="utf-8") != text:
+                (copy / file).write_text(text, encoding="utf-8")
+        with open(log, "wb") as out:
+            build = [CARGO, "test", *FLAGS, "--lib", "--bins", "--test", "main", "--no-run", "--message-format", "short"]
+            if finish(build, copy, env, out) == 0:
+                return set(lines)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        errors = {(file, int(line)) for file, line in re.findall(r"^(src/\S+?):(\d+):\d+: error", text, re.MULTILINE)}
+        broken = {name for name, (file, of) in lines.items() if any((file, line) in errors for line in of)}
+        # An error outside of the mutants can be a consequence of one in the same file.
+        broken = broken or {name for name, (file, _) in lines.items() if file in {file for file, _ in errors}}
+        if not broken:
+            sys.exit(f"the bugs do not build together: see {log}")
+        say(f"built alone, because they do not build together with others: {', '.join(sorted(broken))}")
+        chosen = [mutant for mutant in chosen if mutant["name"] in lines.keys() - broken]
 
 
 def finish(command, copy, env, log, patience=None):
@@ -112,27 +147,32 @@ def finish(command, copy, env, log, patience=None):
 def tried(mutant, copy, env, logs):
     """The names of the tests that failed, in what is there now. Stops after the first run that fails."""
     name, runs = mutant["name"], mutant.get("runs") or [(mutant["test"], mutant.get("env", {}))]
+    patience = SIMULATION_SECONDS if "runs" in mutant else PATIENCE_SECONDS
     with open(logs / f"{name}.log", "wb") as log:
-        test = runs[0][0].split()
-        if finish([CARGO, "test", *test[:2 if test[0] == "--test" else 3], "--no-run"], copy, env, log) != 0:
+        target = re.match(r"(--package \S+ )?--\S+( main)?", runs[0][0]).group().split()
+        flags = FLAGS if target[0] == "--test" else []
+        if finish([CARGO, "test", *flags, *target, "--no-run"], copy, env, log) != 0:
             raise Untried(f"it does not build: see {log.name}")
     for test, more in runs:
-        command = [CARGO, "test", *test.split()]
-        if command[2] == "--test" and "runs" not in mutant:
+        command = [CARGO, "test", *flags, *test.split()]
+        if flags and "runs" not in mutant:
             command = [str(Path(env["CARGO_TARGET_DIR"]) / "debug/denormd-fixture"), "run", "--", *command]
         begin = Path(log.name).stat().st_size
         with open(logs / f"{name}.log", "ab") as log:
-            code = finish(command, copy, dict(env, **more), log, PATIENCE_SECONDS)
+            code = finish(command, copy, dict(env, DENORMD_MUTANT=name, **more), log, patience)
         if code is None:
-            raise Untried(f"its tests did not end in {PATIENCE_SECONDS} seconds: see {log.name}")
+            raise Untried(f"its tests did not end in {patience} seconds: see {log.name}")
         text = Path(log.name).read_bytes()[begin:].decode("utf-8", errors="replace")
         ran = sum(int(passed) + int(failed) for passed, failed in re.findall(r"(\d+) passed; (\d+) failed", text))
         failed = sorted(set(re.findall(r"^test (\S+) \.\.\. FAILED$", text, re.MULTILINE)))
+        if "runs" in mutant:
+            # A simulation repeats what the process of a cluster printed.
+            failed = [name for name in failed if name == test.split()[-1]]
         if ran == 0 or (code != 0) != bool(failed):
             raise Untried(f"no test said what it found: see {log.name}")
         if failed:
-            break
-    return failed
+            return failed
+    return []
 
 
 def unplanted(mutants, copy, env, logs):
@@ -157,17 +197,27 @@ def unplanted(mutants, copy, env, logs):
 
 def simulated(mutant, seeds):
     """The same bug, to be found by the simulator."""
-    def run(test, share):
-        env = {"DENORMD_SIMULATIONS": str(max(1, int(seeds * share))), "DENORMD_FIRST": "1", "DENORMD_RELOADS": "1"}
+    def run(test, first, last):
+        env = {"DENORMD_FIRST": str(first), "DENORMD_SIMULATIONS": str(last - first + 1), "DENORMD_RELOADS": "1"}
         return f"--test main -- --nocapture --exact {SIMULATED}{test}", dict(env, DENORMD_SHRINK_MINUTES="0", RUST_LOG="error")
 
-    return dict(mutant, runs=[run(*simulation) for simulation in SIMULATIONS])
+    turns = [turn for turn in TURNS if turn < seeds] + [seeds]
+    runs = []
+    for done, turn in zip([0, *turns], turns):
+        for test, share in SIMULATIONS:
+            first, last = int(done * share) + 1, max(1, int(turn * share))
+            runs.append(run(test, first, last))
+    return dict(mutant, runs=runs)
 
 
 def seed_found(log):
     """The lowest first seed of the clusters that a log says how to replay."""
-    seeds = re.findall(r"DENORMD_CLUSTER='{\"(?:first|seed)\":(\d+)", log.read_text(encoding="utf-8", errors="replace"))
-    return f" with a seed from {min(map(int, seeds))} on" if seeds else ""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    seeds = re.findall(r"DENORMD_CLUSTER='{\"(?:first|seed)\":(\d+)", text)
+    if not seeds:
+        # Too many clusters need what the simulated server does not know, for example.
+        raise Untried(f"the simulation failed, but no cluster diverged: see {log}")
+    return min(map(int, seeds))
 
 
 def main():
@@ -177,7 +227,7 @@ def main():
     parser.add_argument("--skip-unplanted", action="store_true")
     parser.add_argument("--simulate", metavar="SEEDS", type=int)
     given = parser.parse_args()
-    mutants = tomllib.loads((HERE / "mutants.toml").read_text(encoding="utf-8"))["mutant"]
+    mutants = everything = tomllib.loads((HERE / "mutants.toml").read_text(encoding="utf-8"))["mutant"]
     if given.only:
         only = given.only.split(",")
         unknown = set(only) - {mutant["name"] for mutant in mutants}
@@ -194,28 +244,37 @@ def main():
         for mutant in mutants:
             say(f"{mutant['name']:{width}}  {mutant['story']}")
         return 0
-    env, copy = environment(), copied()
+    files = {mutant["file"] for mutant in everything}
+    originals = {file: (PROJECT / file).read_text(encoding="utf-8") for file in files}
+    env, copy = environment(), copied(files)
     logs = PROJECT / "target/mutants/logs"
     logs.mkdir(parents=True, exist_ok=True)
     # One server for all tests of a run, as `make test` has it.
-    subprocess.run([CARGO, "build", "--quiet", "--workspace", "--bin", "denormd-fixture"], cwd=copy, env=env, check=True)
-    if not given.skip_unplanted and not unplanted(mutants, copy, env, logs):
+    together = planted_together(everything, originals, copy, env, logs)
+    subprocess.run([CARGO, "build", "--quiet", *FLAGS, "--bin", "denormd-fixture"], cwd=copy, env=env, check=True)
+    # Of a simulation, its first turn: `make simulate` runs more.
+    first = simulated(mutants[0], TURNS[0]) if given.simulate else None
+    if not given.skip_unplanted and not unplanted([first] if first else mutants, copy, env, logs):
         say("the tests fail without a bug: nothing can be said of the mutants")
         return 1
     rows = []
-    for mutant in mutants:
+    for mutant in sorted(mutants, key=lambda mutant: mutant["name"] not in together):
         file, start = copy / mutant["file"], time.monotonic()
-        true = file.read_text(encoding="utf-8")
+        before = file.read_text(encoding="utf-8")
         try:
-            file.write_text(planted(mutant, true), encoding="utf-8")
+            if mutant["name"] not in together:
+                file.write_text(planted(mutant, originals[mutant["file"]]), encoding="utf-8")
             failed = tried(mutant, copy, env, logs)
-            caught, by = bool(failed), failed[0] + (f" and {len(failed) - 1} more" if failed[1:] else "") if failed else "SURVIVES"
+            caught, by = bool(failed), failed[0] if failed else "SURVIVES"
             if caught and given.simulate:
-                by += seed_found(logs / f"{mutant['name']}.log")
+                by = f"{by.removeprefix(SIMULATED)} with a seed from {seed_found(logs / (mutant['name'] + '.log'))} on"
+            elif failed[1:]:
+                by += f" and {len(failed) - 1} more"
         except Untried as why:
             caught, by = False, f"NOT TRIED: {why}"
         finally:
-            file.write_text(true, encoding="utf-8")
+            if mutant["name"] not in together:
+                file.write_text(before, encoding="utf-8")
         rows.append((mutant["name"], by, f"{time.monotonic() - start:.0f}", caught))
         say(f"{mutant['name']:{width}}  {by}")
     wide = max(len("caught by"), *(len(row[1]) for row in rows))
