@@ -171,7 +171,7 @@ test-sharded: ## Run the patterns, HISTORIES histories and crashes through the r
 		--run-ignored all -E '$(SHARDED)'
 
 .PHONY: mutants
-mutants: ## Plant bugs and see that the tests catch each; ONLY=name tries one, SIMULATE=1000 tries so many seeds of the simulator
+mutants: ## Plant bugs and see that the tests catch each; ONLY=name tries one, SIMULATE=1000 uses up to 1,000 seeds of each simulation instead of the tests
 	@python3 tests/mutants.py $(if $(ONLY),--only "$(ONLY)") $(if $(SIMULATE),--simulate "$(SIMULATE)")
 
 .PHONY: pages

@@ -249,10 +249,10 @@ def main():
     env, copy = environment(), copied(files)
     logs = PROJECT / "target/mutants/logs"
     logs.mkdir(parents=True, exist_ok=True)
-    # One server for all tests of a run, as `make test` has it.
     together = planted_together(everything, originals, copy, env, logs)
+    # One server for all tests of a run, as `make test` has it.
     subprocess.run([CARGO, "build", "--quiet", *FLAGS, "--bin", "denormd-fixture"], cwd=copy, env=env, check=True)
-    # Of a simulation, its first turn: `make simulate` runs more.
+    # Without a bug, the first turn of the simulations is enough: `make simulate` runs more.
     first = simulated(mutants[0], TURNS[0]) if given.simulate else None
     if not given.skip_unplanted and not unplanted([first] if first else mutants, copy, env, logs):
         say("the tests fail without a bug: nothing can be said of the mutants")

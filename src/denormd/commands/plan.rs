@@ -80,7 +80,8 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOption
         // Without these privileges, all further checks would fail.
         return Ok(live);
     }
-    live.findings = check(&context.server, plan).await?;
+    let mut known = BTreeMap::new();
+    live.findings = check(&context.server, plan, &mut known).await?;
     // Missing collections are created in the first pass, and their indexes in the second.
     for _ in 0..if options.apply { 2 } else { 0 } {
         for fix in live.findings.iter().filter_map(|finding| finding.fix.as_ref()) {
@@ -93,7 +94,7 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOption
                 _ => error,
             })?;
         }
-        live.findings = check(&context.server, plan).await?;
+        live.findings = check(&context.server, plan, &mut known).await?;
     }
     live.findings.extend(clocks(&context.server).await);
     let earlier = earlier::definitions(&context.server, &loaded.config.state.database, &plan.name).await?;
@@ -132,17 +133,16 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOption
 }
 
 /// Checks the requirements of the rules. What a rule would need whose `match` looks reversed is not created, nor is an index on
-/// a field whose name looks misspelt.
-async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>, Failure> {
+/// a field whose name looks misspelt. `known` holds the doubts about each rule by its name: they are looked for once.
+async fn check(server: &Server, plan: &Plan, known: &mut BTreeMap<String, Doubts>) -> Result<Vec<Finding>, Failure> {
     let mut findings = preflight::check(server, plan).await?;
-    let mut known: BTreeMap<String, Doubts> = BTreeMap::new();
     for finding in &mut findings {
         let Some(fix) = &finding.fix else { continue };
         let Some(rule) = plan.named(&finding.rule) else { continue };
-        let doubts = match known.remove(&rule.name) {
-            Some(doubts) => doubts,
-            None => Box::pin(doubts(server, plan, rule)).await?,
-        };
+        if !known.contains_key(&rule.name) {
+            known.insert(rule.name.clone(), Box::pin(doubts(server, plan, rule)).await?);
+        }
+        let Some(doubts) = known.get(&rule.name) else { continue };
         let hint = if doubts.is_reversed {
             Some("`match` looks reversed: correct it first; `--apply` does not create this".to_owned())
         } else {
@@ -153,7 +153,6 @@ async fn check(server: &Server, plan: &Plan) -> Result<Vec<Finding>, Failure> {
                 )
             })
         };
-        known.insert(rule.name.clone(), doubts);
         if hint.is_some() {
             (finding.fix, finding.hint) = (None, hint);
         }

@@ -54,7 +54,7 @@ struct Seen {
     cut: bool,
     /// Paths that rules write: no document may have them yet.
     written: Vec<FieldPath>,
-    /// Paths that no sampled document has, but another one.
+    /// Paths that no sampled document has, but at least one other document.
     rare: Vec<FieldPath>,
 }
 
@@ -116,8 +116,8 @@ async fn see_side(server: &Server, plan: &Plan, rule: &Rule, role: Role) -> Resu
     Ok(seen)
 }
 
-/// Looks in the whole collection for the fields that the sample lacks: it is likely to lack a rare one. A field for which
-/// there is no time counts as absent: it is better to ask in vain whether a name is right than to use a wrong one.
+/// Searches the whole collection for the fields that the sample lacks, because a sample is likely to lack a rare one. A field
+/// that is not found in time counts as absent: a needless question about a name costs less than a wrong name.
 async fn rare(server: &Server, rule: &Rule, role: Role, seen: &Seen) -> Result<Vec<FieldPath>> {
     let side = side(rule, role);
     let until = Instant::now() + TIMEOUT;

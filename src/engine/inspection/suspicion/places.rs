@@ -53,7 +53,7 @@ pub fn reads(rule: &Rule, role: Role, none_match: bool) -> Vec<(Mistake, FieldPa
     out
 }
 
-/// The paths of one side about which there can be a suspicion: those that the rule reads, and those of its indexes.
+/// The paths of one side that can look misspelt: those that the rule reads, and those of its indexes.
 pub fn paths(rule: &Rule, role: Role, none_match: bool) -> Vec<FieldPath> {
     let read = reads(rule, role, none_match).into_iter().map(|(_, path)| path);
     let mut paths: Vec<FieldPath> = read.chain(preflight::index_paths(rule, role)).collect();
