@@ -104,6 +104,7 @@ impl Bench {
         running.start();
         self.backfilled(count).await;
         running.caught_up().await;
+        self.keeps_nothing().await;
         running
     }
 
@@ -155,6 +156,17 @@ impl Bench {
     /// Waits until the backfills of this number of rules are done.
     pub async fn backfilled(&self, count: usize) {
         Progress::new(&self.client, DATABASE, count).wait_backfilled().await;
+    }
+
+    /// Waits until the daemon has recorded that it keeps no more of the values that first backfills overwrite. It does so once for each
+    /// rule, soon after the backfill, by two commands that belong to no change.
+    async fn keeps_nothing(&self) {
+        let rules = self.client.database(STATE).collection::<Document>("rules");
+        let started = Instant::now();
+        while rules.count_documents(doc! {"keeping": {"$exists": true}}).await.expect("the rules") > 0 {
+            assert!(started.elapsed() < LIMIT, "a rule still keeps what its first backfill overwrites");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
 
     /// Waits until the server has written out what others have changed. Else that falls to whoever is measured next: half a

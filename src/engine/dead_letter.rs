@@ -261,9 +261,10 @@ impl DeadLetters {
         Ok(())
     }
 
-    /// Number of chosen dead letters that were requested at `asked` and have not been retried since.
+    /// Number of chosen dead letters that were requested at `asked` or later, and have not been retried since. While one member of a
+    /// circle is retried, the request for another circle is renewed.
     pub async fn untried(&self, server: &Server, chosen: &Chosen, asked: DateTime) -> Result<u64> {
-        let filter = doc! {"$and": [self.filter(chosen), {"asked": asked}]};
+        let filter = doc! {"$and": [self.filter(chosen), {"asked": {"$gte": asked}}]};
         Ok(server.collection(&self.database, COLLECTION).count_documents(filter).await?)
     }
 

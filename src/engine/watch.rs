@@ -490,12 +490,11 @@ struct Reading {
 fn decode(spec: &StreamSpec, reading: Reading, batch: &RawBatch, before: &Position) -> Result<Decoded> {
     let Reading { way, narrow, is_first } = reading;
     let mut events: Vec<ChangeEvent> = Vec::new();
-    let (mut last, mut lost, mut nested, mut of_transaction) = (None, false, false, false);
+    let (mut last, mut lost, mut nested) = (None, false, false);
     for raw in batch.doc_slices()? {
         let raw = raw.map_err(Error::from)?;
         let raw = raw.as_document().ok_or_else(|| Error::internal("a change event that is no document"))?;
-        last = raw.get_document("_id").ok().map(std::borrow::ToOwned::to_owned);
-        of_transaction = raw.get("txnNumber").is_ok_and(|number| number.is_some());
+        last = Some(raw);
         match ChangeEvent::decode(&text::escaped(raw)) {
             Ok(event) => {
                 nested = narrow && sets_nested(spec, raw, &event);
@@ -510,8 +509,9 @@ fn decode(spec: &StreamSpec, reading: Reading, batch: &RawBatch, before: &Positi
             break;
         }
     }
-    let token = if nested { None } else { token_after(batch).map(std::borrow::ToOwned::to_owned) };
-    let token = token.or(last).map(|token| Document::try_from(token.as_ref())).transpose()?;
+    let token = if nested { None } else { token_after(batch) };
+    let token = token.or_else(|| last?.get_document("_id").ok()).map(Document::try_from).transpose()?;
+    let of_transaction = last.is_some_and(|last| last.get("txnNumber").is_ok_and(|number| number.is_some()));
     let newest = events.last().map(|event| event.cluster_time);
     let reached = token.as_ref().and_then(token_time).max(newest).unwrap_or(before.time);
     // The events of one oplog entry, a transaction's for example, have the same time, and the batch may end among them.

@@ -17,6 +17,8 @@ use bson::{RawDocument, RawDocumentBuf};
 
 /// The character of the byte 0x80 is U+10FF80, that of 0xFF is U+10FFFF. A byte below 0x80 is always valid.
 const BASE: u32 = 0x0010_FF00;
+/// The first byte of each of these characters in UTF-8.
+const FIRST_BYTE: u8 = 0xF4;
 
 /// Converts a document for use inside the daemon: every string becomes valid UTF-8.
 #[must_use]
@@ -27,6 +29,9 @@ pub fn escaped(document: &RawDocument) -> Cow<'_, RawDocument> {
 /// Converts a document back for the server: every string gets its original bytes.
 #[must_use]
 pub fn unescaped(document: RawDocumentBuf) -> RawDocumentBuf {
+    if !document.as_bytes().contains(&FIRST_BYTE) {
+        return document;
+    }
     match converted(&document, &Unescape) {
         Cow::Owned(converted) => converted,
         Cow::Borrowed(_) => document,

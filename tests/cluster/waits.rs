@@ -329,6 +329,30 @@ async fn a_wait_covers_what_follows_from_a_delete() {
     }
 }
 
+/// A rule is also fed by what another one removes: the document that it copies from. It did not count as a step of the chain.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_covers_what_follows_from_a_removal() {
+    const RULES: &str = "  - { name: host, adopt: true, guard: off, copy: { source: hosts, target: notes, match: { host: _id }, set: { ip: $ip }, on_missing: delete } }
+  - { name: shown, guard: off, copy: { source: notes, target: cards, match: { note: _id }, set: { text: $text } } }";
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let [hosts, notes, cards] = ["hosts", "notes", "cards"].map(|name| db.collection::<Document>(name));
+    hosts.insert_one(doc! {"_id": 0}).await.unwrap();
+    notes.insert_one(doc! {"_id": 0, "host": 0, "text": "a"}).await.unwrap();
+    cards.insert_one(doc! {"_id": 1}).await.unwrap();
+    let running = Running::start(&test, RULES, "").await;
+    for round in 1..5 {
+        let wait = async || client::get(running.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap().code;
+        let shown = async || cards.find_one(doc! {"_id": 1}).await.unwrap().unwrap().contains_key("text");
+        hosts.insert_one(doc! {"_id": round}).await.unwrap();
+        notes.insert_one(doc! {"_id": round, "host": round, "text": "a"}).await.unwrap();
+        cards.update_one(doc! {"_id": 1}, doc! {"$set": {"note": round}}).await.unwrap();
+        assert_eq!((wait().await, shown().await), (200, true), "round {round}\n{}", running.log());
+        hosts.delete_one(doc! {"_id": round}).await.unwrap();
+        assert_eq!((wait().await, shown().await), (200, false), "round {round}\n{}", running.log());
+    }
+}
+
 const NOTE: &str =
     "  - { name: note, guard: off, copy: { source: log, target: notes, match: { log: _id }, set: { text: $text } } }";
 const IP: &str =

@@ -1123,6 +1123,31 @@ fn filters_that_exclude_each_other_break_a_circle() {
     }
 }
 
+/// A rule is also fed by what another one removes, unless they would feed each other in a circle: such a cascade ends by itself.
+#[test]
+fn what_a_rule_removes_feeds_its_readers() {
+    let feeds = |rules: &str| {
+        let plan = plan::compile(&loaded(rules).config, None).unwrap();
+        plan.feeds.into_iter().map(|fed| fed.len()).collect::<Vec<_>>()
+    };
+    let reader = "  - { name: reader, copy: { source: t, target: u, match: { ref: _id }, set: { a: $unowned } } }\n";
+    let elements = "  - { name: elements, collect: { source: t, target: u, match: { _id: owner }, into: all, element: $parts.note } }\n";
+    let of = |source: &str, reference: &str, path: &str, more: &str| {
+        format!(
+            "  - {{ name: one, copy: {{ source: {source}, target: t, match: {{ {reference}: _id }}, set: {{ {path}: $v }}{more} }} }}\n"
+        )
+    };
+    let whole = |more| of("s", "ref", "b", more);
+    let element = |more| of("s", "'parts.$[].id'", "'parts.$[].b'", more);
+    assert_eq!(feeds(&(whole("") + reader)), [0, 0]);
+    assert_eq!(feeds(&(whole(", on_missing: delete") + reader)), [1, 0]);
+    assert_eq!(feeds(&(element("") + elements)), [0, 0]);
+    assert_eq!(feeds(&(element(", on_missing: remove") + elements)), [1, 0]);
+    assert_eq!(feeds(&(element(", on_missing: remove") + reader)), [0, 0]);
+    let cascade = of("t", "parent", "b", ", on_missing: delete");
+    assert_eq!(feeds(&(cascade + reader)), [1, 0]);
+}
+
 /// "Null pre-images coalesce into one sweep of that rule. A recreated collection has lost the option."
 #[tokio::test(flavor = "multi_thread")]
 async fn without_its_pre_image_a_change_sweeps_the_rule() {

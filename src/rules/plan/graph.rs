@@ -1,6 +1,9 @@
 //! Dependencies between rules: conflicting ownership, cycles, and the order of backfills.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use bson::{Bson, Document};
 
@@ -50,6 +53,8 @@ pub fn order(rules: &mut [Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
             Arc::make_mut(&mut rules[exclusion.rule]).demand_no_array(exclusion.role, &exclusion.path);
         }
     }
+    add_removals(rules, &mut feeds);
+    let walk = Walk::through(&feeds);
     let ids = |indexes: Vec<usize>| indexes.into_iter().map(|index| rules[index].id).collect::<Vec<_>>();
     let done = ids(walk.done.into_iter().rev().collect());
     Ok((done, feeds.into_iter().map(ids).collect()))
@@ -65,6 +70,38 @@ fn feeding(rules: &[Arc<Rule>], mut counts: impl FnMut(usize, usize) -> bool) ->
         all.clone().filter(reads).filter(|to| counts(from, *to)).collect()
     });
     fed.collect()
+}
+
+/// Adds the rules that are fed by what a rule removes: they read its targets as sources, or the array whose elements it removes. Leaves
+/// out what would make a circle: a removal that causes another one ends with the documents.
+fn add_removals(rules: &[Arc<Rule>], feeds: &mut [Vec<usize>]) {
+    for (from, rule) in rules.iter().enumerate().filter(|(_, rule)| rule.may_delete()) {
+        for (to, reader) in rules.iter().enumerate() {
+            if !feeds[from].contains(&to) && reads_removed(rule, reader) && !reaches(feeds, to, from) {
+                feeds[from].push(to);
+            }
+        }
+    }
+}
+
+/// True if `to` reads the documents that `from` deletes, or the array whose elements it removes.
+fn reads_removed(from: &Rule, to: &Rule) -> bool {
+    match &from.reference.target_each {
+        Some(array) => [Role::Source, Role::Target].into_iter().any(|role| feeds(from, to, role, array)),
+        None => from.target.namespace == to.source.namespace,
+    }
+}
+
+/// True if `from` feeds `to`, directly or through others, or is `to`.
+fn reaches(feeds: &[Vec<usize>], from: usize, to: usize) -> bool {
+    let (mut seen, mut next) = (BTreeSet::from([from]), vec![from]);
+    while let Some(rule) = next.pop() {
+        if rule == to {
+            return true;
+        }
+        next.extend(feeds[rule].iter().copied().filter(|fed| seen.insert(*fed)));
+    }
+    false
 }
 
 /// The path through which `from` feeds `to`: owned by the first and read by the second.

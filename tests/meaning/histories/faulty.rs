@@ -31,7 +31,7 @@ use tokio::time::Instant;
 use super::{
     History, Step, configured_rules,
     instance::{Instance, Naming},
-    perform, reload, roles,
+    perform, recorded, reload, roles,
     simulated::{low_limits, output_of, print_digest, printed, replay},
     weather::{Fault, Trace, Weather},
     writes,
@@ -47,9 +47,11 @@ const MARKER: &str = "{\"name\": \"marker\", \"adopt\": true, \"guard\": \"off\"
 const MIRROR: &str = "{\"name\": \"mirror\", \"adopt\": true, \"guard\": \"off\", \"copy\": {\"source\": \"markers\", \
                       \"target\": \"marked\", \"match\": {\"marker\": \"_id\"}, \"set\": {\"seen\": \"$$target.own\"}}}";
 /// Number of markers: each partition has some.
-const MARKERS: i32 = 6;
+const MARKERS: i32 = 12;
+/// Number of copies of markers that the application changes as well.
+const CHANGED: i32 = 4;
 /// One in this many writes of markers is a transaction that writes all of them.
-const TOGETHER: usize = 7;
+const TOGETHER: usize = 5;
 /// The number of lines to show of the output of a process that failed.
 const LINES: usize = 400;
 /// The prefix of the line that names the diverging world.
@@ -82,7 +84,13 @@ fn is_guarded(seed: u64) -> bool {
 
 fn options(seed: u64) -> fn(String) -> Options {
     // An echo writes a reference and a copy. After a rollback it may change the copy alone, which only an audit repairs.
-    let overwritten = |prefix| Options { write_owned: true, odd: [KNOWN, &[Odd::Echo]].concat(), ..everything(prefix) };
+    // The audit must go on after a target whose value cannot be computed.
+    let overwritten = |prefix| Options {
+        write_owned: true,
+        failing: true,
+        odd: [KNOWN, &[Odd::Echo]].concat(),
+        ..everything(prefix)
+    };
     let destroying = |prefix| Options { destroy: true, ..everything(prefix) };
     match seed {
         seed if is_overwritten(seed) => overwritten,
@@ -166,7 +174,7 @@ impl Scale {
     /// True if no rule reads what another one writes, by the seed. For a chain of rules, `wait` waits for later changes as well,
     /// which hides that an earlier one was not waited for.
     fn is_without_chains(&self) -> bool {
-        StdRng::seed_from_u64(self.seed ^ 0x6368_6169).random_bool(0.25)
+        StdRng::seed_from_u64(self.seed ^ 0x6368_6169).random_bool(0.4)
     }
 
     /// The names of the instances, by the seed.
@@ -336,6 +344,7 @@ impl Scale {
         }
         mirrors_match(&server.model, &test.name)?;
         terms_rise(&server.model, state_of(&db).name())?;
+        recorded::is_right(&server.model, state_of(&db).name()).map_err(Failed::new)?;
         times_rise(&server.model, &test.name, &histories)?;
         let struck = of_cluster.struck.into_iter().chain(of_daemons.struck);
         let struck = struck.map(|(fault, times)| (format!("{fault:?}"), times));
@@ -435,6 +444,7 @@ async fn play(
     trace: &Trace,
 ) -> Result<()> {
     let mut random = StdRng::seed_from_u64(history.seed ^ 0x746f_6765);
+    let mut paces = StdRng::seed_from_u64(history.seed ^ 0x7061_6365);
     let mut together: Vec<Op> = Vec::new();
     for (nth, step) in steps.into_iter().enumerate() {
         let is_performed = matches!(step, Step::Ops(_));
@@ -477,7 +487,9 @@ async fn play(
             }
         }
         if is_performed {
-            tokio::time::sleep(Duration::from_millis(40 + history.seed * 37 % 200)).await;
+            // Some steps follow at once, while the one before is still being applied.
+            let pause = if paces.random_bool(0.4) { 1 } else { 40 + history.seed * 37 % 200 };
+            tokio::time::sleep(Duration::from_millis(pause)).await;
         }
     }
     for op in together {
@@ -620,6 +632,15 @@ async fn no_drift(instances: &[SocketAddr]) -> Result<()> {
     Ok(())
 }
 
+/// A world whose copies only denormd writes, and in which a guard has found drift by this status.
+fn with_drift(status: &Value) -> Option<u64> {
+    let rules = status["rules"].as_array()?.iter();
+    let found = rules.filter(|rule| rule["drift_found"].as_u64().is_some_and(|found| found > 0));
+    let mut seeds =
+        found.filter_map(|rule| rule["name"].as_str()?.strip_prefix('w')?.split_once('-')?.0.parse::<u64>().ok());
+    seeds.find(|seed| is_guarded(*seed))
+}
+
 /// Fails if a copy of what its target held was written after that had changed.
 fn mirrors_match(model: &Model, database: &str) -> Result<()> {
     let mut seen = model.values(database, "marked", "seen");
@@ -731,7 +752,7 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
         if turn.is_multiple_of(4) {
             // In a row, so that one of them comes between the read and the write of the copies.
             for _ in 0..3 {
-                let update = doc! {"q": {}, "u": {"$inc": {"own": 1}}, "multi": true};
+                let update = doc! {"q": {"_id": {"$lt": CHANGED}}, "u": {"$inc": {"own": 1}}, "multi": true};
                 let command = doc! {"update": "marked", "updates": [update], "writeConcern": {"w": 1}};
                 tokio::time::timeout(Duration::from_secs(5), db.run_command(command)).await.ok();
             }
@@ -754,6 +775,13 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
         }
         let Ok(answer) = client::get(instance, "/v1/status", Duration::from_millis(500)).await else { continue };
         let Ok(status) = answer.json::<Value>() else { continue };
+        // At once: a restart forgets what its guard has found.
+        if let Some(seed) = with_drift(&status) {
+            return Err(Failed {
+                seed: Some(seed),
+                text: format!("a guard has found drift that nobody made: {status:#}"),
+            });
+        }
         let recorded = losses(model, state_of(&db).name()).await;
         lost.retain(|rule, (before, _)| recorded.get(rule).is_some_and(|(generation, _)| *generation == *before));
         for (rule, (generation, term)) in recorded {

@@ -11,6 +11,11 @@ pub fn is_on() -> bool {
     std::env::var_os("DENORMD_RELOADS").is_some_and(|value| value == "1")
 }
 
+/// True for a world whose `once` rules keep that in the other config, by its seed. There the application fills their values, too.
+pub fn keeps_once(seed: u64) -> bool {
+    (seed / 8).is_multiple_of(2)
+}
+
 /// These rules in another config.
 pub fn changed(seed: u64, rules: &[Document]) -> Vec<Document> {
     let mut random = StdRng::seed_from_u64(seed ^ 0x7265_6c6f);
@@ -23,21 +28,42 @@ pub fn changed(seed: u64, rules: &[Document]) -> Vec<Document> {
                 let name = format!("{}-again", rule.get_str("name").unwrap());
                 rule.insert("name", name);
             }
-            _ => lose_a_part(&mut rule, &mut random),
+            _ => lose_a_part(&mut rule, &mut random, keeps_once(seed)),
         }
         Some(rule)
     };
-    rules.iter().filter_map(change).collect()
+    let mut next: Vec<Document> = rules.iter().filter_map(change).collect();
+    part_creators(seed, rules, &mut next);
+    next
+}
+
+/// In half of the worlds where two rules create the same documents, one of them leaves, and the other one stays as it is: its
+/// backfill would hide what the first one leaves behind.
+fn part_creators(seed: u64, rules: &[Document], next: &mut Vec<Document>) {
+    let mut random = StdRng::seed_from_u64(seed ^ 0x6c65_6166);
+    let creates = |rule: &Document| {
+        let target = rule.get_document("aggregate").and_then(|body| body.get_document("target"));
+        target.is_ok_and(|target| target.contains_key("create"))
+    };
+    let creators: Vec<&Document> = rules.iter().filter(|rule| creates(rule)).collect();
+    let [one, other] = creators.as_slice() else { return };
+    if random.random_bool(0.5) {
+        return;
+    }
+    let stays = if random.random_bool(0.5) { one } else { other };
+    next.retain(|rule| !creates(rule));
+    next.push((*stays).clone());
 }
 
 /// Removes a part of a rule, if it has one that it can do without.
-fn lose_a_part(rule: &mut Document, random: &mut StdRng) {
+fn lose_a_part(rule: &mut Document, random: &mut StdRng, keeps_once: bool) {
     let kind = ["copy", "collect", "aggregate"].into_iter().find(|kind| rule.contains_key(kind)).unwrap();
     let body = rule.get_document_mut(kind).unwrap();
     // A tree needs each of its parts.
     let is_tree = body.contains_key("recursive");
     let has = |part: &&str| match *part {
         side @ ("source" | "target") => body.get_document(side).is_ok_and(|side| side.contains_key("where")),
+        "once" if keeps_once => false,
         part => body.contains_key(part),
     };
     let parts: Vec<&str> = PARTS.into_iter().filter(|_| !is_tree).filter(has).collect();

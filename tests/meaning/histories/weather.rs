@@ -10,8 +10,9 @@ use std::{
     time::Duration,
 };
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, Document, doc, oid::ObjectId};
 use denormd_engine::checkpoint::{
+    fan_out,
     rule_record::RULES,
     store::{POSITIONS, Store},
 };
@@ -26,6 +27,10 @@ use super::instance::Instance;
 
 /// The longest time to wait for leases that replace deleted ones.
 const UNTIL_TAKEN: Duration = Duration::from_secs(3);
+/// Faults that strike more rarely than the others unless they are favoured: after them, everything is compared again.
+const RARE: [Fault; 2] = [Fault::OplogExpired, Fault::CheckpointsDeleted];
+/// The number of additional chances of a favoured fault.
+const FAVOURED: usize = 6;
 
 /// A kind of fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -46,7 +51,7 @@ pub enum Fault {
     OplogExpired,
     /// Somebody deletes the leases, a few times.
     LeasesDeleted,
-    /// The state is marked with a later term, as by another leader.
+    /// The state, or a part of it, is marked with a later term, as by another leader; or the record of a fan-out arrives late.
     StateMarked,
     DaemonKilled,
     /// A daemon is killed, and somebody deletes the checkpoints.
@@ -87,6 +92,12 @@ impl Fault {
     }
 }
 
+/// In half of the runs, two of these faults strike far more often than the others, and meet each other and what they leave behind.
+fn favoured(seed: u64, kinds: &[Fault]) -> Vec<Fault> {
+    let mut random = StdRng::seed_from_u64(seed ^ 0x6661_766f);
+    if random.random_bool(0.5) { kinds.choose_multiple(&mut random, 2).copied().collect() } else { Vec::new() }
+}
+
 /// What happened, with the milliseconds since the beginning.
 pub struct Trace {
     begun: Instant,
@@ -113,6 +124,10 @@ pub struct Weather {
     model: Model,
     random: StdRng,
     kinds: Vec<Fault>,
+    /// Those that strike more rarely than the others.
+    rare: Vec<Fault>,
+    /// Draws the forms of a fault, apart from everything else: other draws of a seed stay as they were.
+    forms: StdRng,
     primary: usize,
     /// The most by which the clock of a primary is wrong, in milliseconds.
     skew: i64,
@@ -130,15 +145,20 @@ type Pause = (Option<Bson>, bool, i64);
 impl Weather {
     /// Those of these kinds that are in `faults`.
     pub fn new(seed: u64, model: Model, kinds: &[Fault], faults: &BTreeSet<Fault>, test: &TestDb) -> Self {
+        let favoured = favoured(seed, kinds);
         let kinds: Vec<Fault> = kinds.iter().filter(|kind| faults.contains(kind)).copied().collect();
+        let struck = kinds.iter().map(|kind| (*kind, 0)).collect();
+        let again = favoured.iter().filter(|kind| faults.contains(kind)).flat_map(|kind| [*kind; FAVOURED]);
         let mut random = StdRng::seed_from_u64(seed ^ 0x7765_6174);
         Self {
             model,
             // Some are wrong by more than a lease lasts. denormd tolerates ten minutes.
             skew: if random.random_bool(0.25) { 3000 } else { 400 },
             random,
-            struck: kinds.iter().map(|kind| (*kind, 0)).collect(),
-            kinds,
+            struck,
+            kinds: kinds.iter().copied().chain(again).collect(),
+            rare: RARE.into_iter().filter(|kind| !favoured.contains(kind)).collect(),
+            forms: StdRng::seed_from_u64(seed ^ 0x666f_726d),
             primary: 0,
             operator: (Server::new(test.client.clone()), test.beside("state").name().to_owned()),
             rules: Vec::new(),
@@ -150,8 +170,7 @@ impl Weather {
         while !over.load(Ordering::Relaxed) {
             self.pause(50..400).await;
             let Some(fault) = self.kinds.choose(&mut self.random).copied() else { continue };
-            // Rarer than the others: everything is compared again.
-            if [Fault::OplogExpired, Fault::CheckpointsDeleted].contains(&fault) && self.random.random_range(0..4) > 0 {
+            if self.rare.contains(&fault) && self.random.random_range(0..4) > 0 {
                 continue;
             }
             trace.add(format_args!("{fault:?} begins"));
@@ -199,7 +218,13 @@ impl Weather {
                 self.pause(50..500).await;
                 self.election(trace).await;
             }
-            Fault::StreamsKilled => self.model.kill_streams(),
+            // Again and again: one of these moments may be in the middle of a transaction.
+            Fault::StreamsKilled => {
+                for _ in 0..self.random.random_range(1..=8) {
+                    self.model.kill_streams();
+                    self.pause(5..60).await;
+                }
+            }
             Fault::OplogExpired => self.model.shorten_oplog(),
             Fault::LeasesDeleted => return Ok(self.delete_leases().await),
             Fault::StateMarked => return Ok(self.mark_state().await),
@@ -315,22 +340,53 @@ impl Weather {
         self.model.run(delete).await.get_i32("n").is_ok_and(|deleted| deleted > 0)
     }
 
-    /// Marks the state with the term after that of its leader. Returns false if there is none yet.
-    async fn mark_state(&self) -> bool {
+    /// Marks the state, or a part of it, with the term after that of its leader, or records a fan-out late. Returns false if there
+    /// is no state yet.
+    async fn mark_state(&mut self) -> bool {
+        let collections: &[&str] = match self.forms.random_range(0..6) {
+            0 => return self.record_fan_out().await,
+            1..=2 => &[RULES],
+            3 => &[POSITIONS],
+            _ => &[POSITIONS, RULES],
+        };
         let (_, database) = &self.operator;
         let mut marked = 0;
-        for collection in [POSITIONS, RULES] {
+        for collection in collections {
             let mark = doc! {"q": {}, "u": {"$inc": {"term": 1_i64}}, "multi": true};
-            let reply = self.model.run(doc! {"update": collection, "updates": [mark], "$db": database}).await;
+            let reply = self.model.run(doc! {"update": *collection, "updates": [mark], "$db": database}).await;
             marked += reply.get_i32("n").unwrap_or_default();
         }
         marked > 0
+    }
+
+    /// Records a fan-out as a delayed write does, after the job in its stead was done. No document has its key. Returns false if no
+    /// partition has registered the rule.
+    async fn record_fan_out(&mut self) -> bool {
+        let (_, database) = &self.operator;
+        let find = doc! {"find": RULES, "filter": {"_id.rule": "marker"}, "sort": {"_id": 1}, "$db": database};
+        let reply = self.model.run(find).await;
+        let records = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
+        let ids = records.into_iter().flatten().filter_map(|record| record.as_document()?.get_document("_id").ok());
+        let ids: Vec<&Document> = ids.collect();
+        let Some(id) = ids.choose(&mut self.forms) else { return false };
+        let request = ObjectId::from_bytes(self.forms.random());
+        let mut id = (*id).clone();
+        id.extend(doc! {"task": "Value", "key": [request.to_hex()]});
+        let job = doc! {"_id": id, "wish": request, "after": [], "term": 0_i64};
+        let reply = self.model.run(doc! {"insert": fan_out::COLLECTION, "documents": [job], "$db": database}).await;
+        reply.get_i32("n").is_ok_and(|inserted| inserted > 0)
+    }
+
+    fn is_favoured(&self, fault: Fault) -> bool {
+        self.kinds.iter().filter(|kind| **kind == fault).count() > 1
     }
 
     fn rates(&mut self) -> Faults {
         let mut rate = |most: u32| if self.random.random() { self.random.random_range(0..most) } else { 0 };
         let (refused, cut_off, answer_lost, unconfirmed) = (rate(100), rate(50), rate(50), rate(100));
         let (delayed, cursors) = (rate(100), rate(100));
+        // Where commands fail often, many of them are late, and others overtake them.
+        let delayed = if self.is_favoured(Fault::Commands) { delayed + 200 } else { delayed };
         // After ten seconds a daemon no longer waits for a write of its state.
         let longest = match self.random.random_range(0..8) {
             0 => 15_000,

@@ -2,6 +2,7 @@
 
 mod beside;
 mod created;
+mod crowd;
 mod draw;
 mod odd;
 mod parts;
@@ -16,6 +17,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
 use crate::{Op, Oracle, World};
 pub use beside::TOUCHED;
+use odd::ECHOED;
 pub use odd::{NOT_UTF8, Odd};
 use shape::Shape;
 
@@ -43,6 +45,8 @@ pub struct Options {
     pub destroy: bool,
     /// `once: true`.
     pub once: bool,
+    /// Users fill the values of `once` rules as well.
+    pub fills_once: bool,
     /// A composite match with one entry outside the array of the others.
     pub mixed_composite: bool,
     /// Scalars in place of arrays, and an owned path whose parent is not a document.
@@ -76,6 +80,7 @@ impl Options {
             chains: false,
             destroy: false,
             once: true,
+            fills_once: true,
             mixed_composite: false,
             wrong_shapes: true,
             failing: false,
@@ -132,6 +137,8 @@ pub struct Generator {
     created_key: Option<Document>,
     /// The paths that they own.
     created_paths: Vec<String>,
+    /// The collections of their sources.
+    created_sources: BTreeSet<String>,
     /// Draws `touch` and values at its paths, paths in elements and beside the array, and arrays on both sides, in the
     /// same way.
     beside: StdRng,
@@ -141,6 +148,22 @@ pub struct Generator {
     is_shared: bool,
     /// Draws rare values, in the same way.
     rare: StdRng,
+    /// Draws crowded worlds, and more of some combinations, in the same way.
+    crowd: StdRng,
+    /// True if nearly all references are to one of two keys.
+    is_crowded: bool,
+    /// Draws what is frequent in this world, and what was added with that, in the same way.
+    more: StdRng,
+    /// The share of operations on a known document that are for the first one of its collection.
+    hot: f64,
+    /// The share of MinKey, MaxKey and null among the keys, in a world that has them.
+    edges: f64,
+    /// The share of operations that write what rules own, beside those in updates.
+    drift: f64,
+    /// Number of different `_id`s in the tree.
+    tree_ids: i32,
+    /// The form of all references in the target of the echoes, where the stream may leave out updates.
+    echoed: Option<Shape>,
     /// Numbers of this world whose sum depends on their order.
     numbers: Vec<Bson>,
     /// True if codes are so long that documents with such an `_id` may share statements.
@@ -223,10 +246,19 @@ impl Generator {
             created: StdRng::seed_from_u64(seed ^ 0x6372_6561),
             created_key: None,
             created_paths: Vec::new(),
+            created_sources: BTreeSet::new(),
             beside: StdRng::seed_from_u64(seed ^ 0x6265_7369),
             shared: StdRng::seed_from_u64(seed ^ 0x7368_6172),
             is_shared: false,
             rare: StdRng::seed_from_u64(seed ^ 0x7261_7265),
+            crowd: StdRng::seed_from_u64(seed ^ 0x6372_6f77),
+            is_crowded: false,
+            more: StdRng::seed_from_u64(seed ^ 0x6d6f_7265),
+            hot: 0.0,
+            edges: 0.2,
+            drift: 0.0,
+            tree_ids: tree::IDS,
+            echoed: None,
             numbers: Vec::new(),
             has_long_codes: false,
             collections: ["a", "b", "c", "d"].iter().map(|name| format!("{}{name}", options.prefix)).collect(),
@@ -243,9 +275,15 @@ impl Generator {
         };
         generator.odd = odd::drawn(&mut generator.rng, &generator.options.odd);
         generator.options.failing |= generator.has(Odd::Failing);
+        generator.draw_frequent();
+        generator.echoed = generator.draw_echoed();
         generator.draw_collations();
         generator.is_shared = generator.options.shared && generator.shared.random_bool(0.3);
-        generator.numbers = draw::numbers(&mut generator.rare);
+        generator.is_crowded = generator.crowd.random_bool(0.3);
+        generator.numbers = draw::numbers(&mut generator.rare, 9);
+        if generator.is_crowded {
+            generator.numbers = draw::numbers(&mut generator.crowd, 2);
+        }
         generator.draw_scenarios();
         generator.rules = (0..generator.scenarios.len()).map(|index| generator.draw_rule(index)).collect();
         if Oracle::new(&generator.rules, generator.database()).is_err() {
@@ -260,6 +298,15 @@ impl Generator {
         generator.draw_created();
         generator.draw_parts(&mut StdRng::seed_from_u64(seed ^ 0x7061_7274));
         generator
+    }
+
+    /// Draws what is frequent in this world: some mistakes show only where rare things meet.
+    fn draw_frequent(&mut self) {
+        let random = &mut self.more;
+        self.hot = if random.random_bool(0.25) { 0.8 } else { 0.0 };
+        self.edges = if random.random_bool(0.3) { 0.5 } else { 0.2 };
+        self.tree_ids = if random.random_bool(0.3) { 4 } else { tree::IDS };
+        self.drift = if self.options.write_owned && random.random_bool(0.5) { 0.3 } else { 0.0 };
     }
 
     /// The entries of `rules:`.
@@ -347,10 +394,14 @@ impl Generator {
                 // The stream filters out updates that look like our own, on collections that no rule reads from.
                 source %= 3;
                 if kind == Kind::Set && self.rng.random_bool(0.7) {
-                    (held_by, target) = (Held::Target, 3);
+                    (held_by, target) = (Held::Target, ECHOED);
                     let shapes = [Shape::Dotted, Shape::Dotted, Shape::Pair, Shape::Scalar, Shape::Elements];
                     shape = shapes.choose(&mut self.rng).copied().unwrap_or(Shape::Dotted);
+                    shape = self.echoed.unwrap_or(shape);
                 }
+            }
+            if self.is_crowded && !self.is_echoed(target) {
+                (held_by, shape) = self.draw_crowded_form(kind, held_by, shape);
             }
             if let Some(first) = self.scenarios.first().filter(|_| self.is_shared) {
                 target = first.target;
@@ -371,7 +422,7 @@ impl Generator {
         };
         let by_id = self.draw_match(&scenario, &mut body);
         let sorted = !by_id || kind != Kind::Set || scenario.held_by == Held::Source || scenario.shape.is_array();
-        if sorted && self.rng.random_bool(0.6) {
+        if sorted && self.rng.random_bool(0.6) && !self.crowds(0.5) {
             body.insert("sort", self.draw_sort());
         }
         let prefixes = match scenario.held_by {
@@ -481,7 +532,7 @@ impl Generator {
         let paths = scenario.shape.key_paths(&scenario.field());
         let other: Vec<&str> = if paths.len() == 2 {
             vec!["tenant", "code"]
-        } else if self.rng.random_bool(0.7) {
+        } else if self.rng.random_bool(0.7) && !self.crowds(0.3) {
             vec!["_id"]
         } else {
             vec!["code"]
@@ -504,8 +555,8 @@ impl Generator {
         other == ["_id"]
     }
 
-    fn draw_side(&mut self, collection: usize) -> Bson {
-        let collection = self.collections[collection].clone();
+    fn draw_side(&mut self, nth: usize) -> Bson {
+        let collection = self.collections[nth].clone();
         if self.rng.random_bool(if self.has(Odd::Collation) { 0.4 } else { 0.8 }) {
             return Bson::String(collection);
         }
@@ -518,6 +569,9 @@ impl Generator {
             4 => doc! {"label": {"$exists": true}},
             _ => doc! {"status": "open", "num": {"$lt": 4}},
         };
+        if self.is_echoed(nth) {
+            return Bson::String(collection);
+        }
         Bson::Document(doc! {"collection": collection, "where": filter})
     }
 
@@ -556,7 +610,7 @@ impl Generator {
             _ if destroys => "delete",
             0..=1 => "null",
             2..=3 => "keep",
-            4 if self.options.once && !several => {
+            4..=5 if self.options.once && !several => {
                 body.insert("once", true);
                 return;
             }
@@ -579,7 +633,10 @@ impl Generator {
 
     /// Gives some copies values for targets without a source.
     fn draw_otherwise(&mut self, body: &mut Document) {
-        if body.contains_key("on_missing") || body.contains_key("once") || self.variables.random_bool(0.7) {
+        // A target without a reference must not get the values of a source whose key is MinKey.
+        let more = self.has(Odd::EdgeIds) && self.crowd.random_bool(0.4);
+        let has_policy = body.contains_key("on_missing") || body.contains_key("once");
+        if has_policy || (self.variables.random_bool(0.7) && !more) {
             return;
         }
         let Ok(set) = body.get_document("set") else { return };
@@ -698,6 +755,9 @@ impl Generator {
     }
 
     fn draw_expression(&mut self, scenario: &Scenario) -> Bson {
+        if self.crowds(0.5) {
+            return Bson::from("$name");
+        }
         let earlier = self
             .scenarios
             .iter()
@@ -713,7 +773,7 @@ impl Generator {
             return odd;
         }
         // The whole document, unless some rule writes into it: that could be a cycle.
-        let untouched = self.scenarios.iter().all(|other| other.target != scenario.source);
+        let untouched = self.is_untouched(scenario.source);
         let failing = self.options.failing;
         match self.rng.random_range(0..19) {
             0 => Bson::from("$info"),
@@ -739,12 +799,19 @@ impl Generator {
         }
     }
 
+    /// True if no rule writes to this collection.
+    fn is_untouched(&self, collection: usize) -> bool {
+        self.scenarios.iter().all(|scenario| scenario.target != collection)
+    }
+
     /// The first documents of every collection.
     pub fn initial(&mut self) -> Vec<Op> {
         let mut ops = Vec::new();
         for coll in self.used() {
-            for _ in 0..self.options.documents {
-                let doc = self.draw_document(&coll, None);
+            for nth in 0..self.options.documents {
+                let id = crowd::IDS.get(nth).filter(|_| self.is_crowded).copied().map(Bson::Int32);
+                let mut doc = self.draw_document(&coll, id);
+                self.draw_overwritten(&coll, &mut doc);
                 ops.push(Op::Insert { coll: coll.clone(), doc });
             }
         }
@@ -767,7 +834,7 @@ impl Generator {
         if let Some(op) = self.draw_tree_op() {
             return op;
         }
-        if let Some(op) = self.draw_meddling() {
+        if let Some(op) = self.draw_meddling().or_else(|| self.draw_crowded_op()).or_else(|| self.draw_drift()) {
             return op;
         }
         let collections = self.used();
@@ -791,6 +858,23 @@ impl Generator {
             }
             _ => Op::Update { update: self.draw_update(&coll, &filter), coll, filter },
         }
+    }
+
+    /// Sometimes a write of what a rule owns.
+    fn draw_drift(&mut self) -> Option<Op> {
+        if !self.more.random_bool(self.drift) {
+            return None;
+        }
+        let scenario = self.scenarios.choose(&mut self.more)?;
+        let coll = self.collections[scenario.target].clone();
+        let path = scenario.outputs.choose(&mut self.more)?.clone();
+        let filter = doc! {"_id": self.model.get(&coll)?.choose(&mut self.more)?.get("_id").cloned()};
+        let update = if self.more.random_bool(0.5) {
+            doc! {"$set": {path: "drift"}}
+        } else {
+            doc! {"$unset": {path: ""}}
+        };
+        Some(Op::Update { coll, filter, update })
     }
 
     /// Applies it to the users' model of the world; an operation that the server would refuse changes nothing.

@@ -21,7 +21,7 @@ pub const SORTED: usize = 2;
 /// The number of documents that an update statement may match.
 pub const MATCHED: usize = 2;
 /// One of this number of collections is large.
-const COLLECTIONS: u64 = 4;
+const COLLECTIONS: u64 = 2;
 /// One of this number of events is large.
 const EVENTS: u64 = 100;
 

@@ -9,6 +9,9 @@ use crate::{
     state::{Meta, Model, State},
 };
 
+/// The values of a field, each with the cluster time of the change that set it.
+pub type Timed = Vec<(Timestamp, Option<Bson>)>;
+
 /// One change.
 #[derive(Debug, Clone)]
 pub struct Entry {
@@ -95,22 +98,30 @@ impl Model {
     /// the document was deleted or lacks the field.
     #[must_use]
     pub fn values(&self, database: &str, collection: &str, field: &str) -> BTreeMap<String, Vec<Option<Bson>>> {
+        let timed = self.timed(database, collection, field).into_iter();
+        timed.map(|(id, (_, values))| (id, values.into_iter().map(|(_, value)| value).collect())).collect()
+    }
+
+    /// The same with the `_id` itself, and with the cluster time of each change.
+    #[must_use]
+    pub fn timed(&self, database: &str, collection: &str, field: &str) -> BTreeMap<String, (Bson, Timed)> {
         let state = self.state();
-        let mut values: BTreeMap<String, Vec<Option<Bson>>> = BTreeMap::new();
+        let mut values: BTreeMap<String, (Bson, Timed)> = BTreeMap::new();
         for entry in &state.oplog[..state.committed_length()] {
             let Some(id) = entry.id().filter(|_| entry.database == database && entry.collection == collection) else {
                 continue;
             };
-            let values = values.entry(id.to_string()).or_default();
-            values.push(match &entry.change {
+            let (_, values) = values.entry(id.to_string()).or_insert_with(|| (id.clone(), Vec::new()));
+            let value = match &entry.change {
                 Change::Insert(document) | Change::Replace { document, .. } => document.get(field).cloned(),
                 Change::Update { changes, .. } if changes.unset.iter().any(|path| path == field) => None,
                 Change::Update { changes, .. } => {
                     let set = changes.set.iter().find(|(path, _)| path == field).map(|(_, value)| value);
-                    set.or_else(|| values.last()?.as_ref()).cloned()
+                    set.or_else(|| values.last()?.1.as_ref()).cloned()
                 }
                 _ => None,
-            });
+            };
+            values.push((entry.time, value));
         }
         values
     }

@@ -14,7 +14,8 @@ impl Generator {
         let removes = body.get_str("on_missing").is_ok_and(|policy| policy == "remove" || policy == "delete");
         let paths = body.get_document("set").into_iter().flat_map(Document::keys);
         let nested = paths.into_iter().any(|path| path.matches("$[]").count() > 1);
-        if removes || nested || self.beside.random_bool(if self.is_shared { 0.3 } else { 0.75 }) {
+        let often = self.is_shared || body.contains_key("once");
+        if removes || nested || self.beside.random_bool(if often { 0.3 } else { 0.75 }) {
             return;
         }
         body.insert("touch", TOUCHED.choose(&mut self.beside).copied().unwrap_or("stamp"));
@@ -48,7 +49,7 @@ impl Generator {
     /// Lets some targets have an array of keys where the sources have an array too.
     pub(super) fn draw_both_sides(&mut self, scenario: &Scenario, body: &mut Document, outputs: &mut Vec<String>) {
         let refused = scenario.held_by != Held::Source || !scenario.shape.is_array() || scenario.kind == Kind::Into;
-        if refused || body.to_string().contains("$$target") || self.beside.random_bool(0.5) {
+        if refused || body.to_string().contains("$$target") || (self.beside.random_bool(0.5) && !self.is_crowded) {
             return;
         }
         let Ok(on) = body.get_document("match").cloned() else { return };

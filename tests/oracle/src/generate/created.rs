@@ -31,11 +31,19 @@ impl Generator {
             2..=3 => Some("unset"),
             _ => None,
         };
-        let nested = self.created.random_bool(0.3);
-        let count = if self.created.random_bool(0.3) { 2 } else { 1 };
+        let nested = self.created.random_bool(0.5);
+        let count = if self.created.random_bool(0.5) { 2 } else { 1 };
         let used = self.used();
+        // Drawn in any case: other draws of a seed stay as they were.
+        let is_copied = self.more.random_bool(0.5);
+        let key = if is_copied {
+            doc! {"_id": "code"}
+        } else {
+            key
+        };
         for nth in 0..count {
             let source = used.choose(&mut self.created).cloned().unwrap_or_default();
+            self.created_sources.insert(source.clone());
             let mut set = Document::new();
             for part in 0..self.created.random_range(1..=2) {
                 let path = if nested { format!("x{nth}.{part}p") } else { format!("x{nth}_{part}") };
@@ -56,11 +64,30 @@ impl Generator {
             }
             self.rules.push(rule);
         }
+        if is_copied {
+            self.draw_copy_of_created(&target, &used);
+        }
         self.has_long_codes = key == doc! {"_id": "code"} && self.rare.random_bool(0.5);
         self.created_key = Some(key);
     }
 
+    /// A rule that copies a value of the created documents.
+    fn draw_copy_of_created(&mut self, created: &str, used: &[String]) {
+        let (Some(path), Some(target)) = (self.created_paths.first(), used.choose(&mut self.more)) else { return };
+        let set = doc! {"shown": format!("${path}")};
+        let body = doc! {"source": created, "target": target, "match": {"code": "_id"}, "set": set};
+        let mut rule = doc! {"name": format!("{}shown", self.options.prefix), "copy": body};
+        if self.options.write_owned {
+            rule.insert("guard", if self.more.random_bool(0.5) { "watch" } else { "audit" });
+        }
+        self.rules.push(rule);
+    }
+
     fn draw_created_value(&mut self) -> Document {
+        // Its source keeps the document, although the rule cannot write it.
+        if self.has(Odd::Failing) && self.more.random_bool(0.4) {
+            return doc! {"$max": {"$concat": ["$name", "!"]}};
+        }
         match self.created.random_range(0..7) {
             0..=1 => doc! {"$sum": 1},
             2 => doc! {"$sum": "$n"},
@@ -117,7 +144,7 @@ impl Generator {
         // Sometimes beside an owned path, in the field that holds it.
         let parent = self.created_paths.first().and_then(|path| Some(path.split_once('.')?.0));
         let note = match parent {
-            Some(parent) if self.rare.random_bool(0.5) => format!("{parent}.note"),
+            Some(parent) if self.rare.random_bool(0.7) => format!("{parent}.note"),
             _ => "note".to_owned(),
         };
         Some(match self.created.random_range(0..10) {
@@ -139,7 +166,8 @@ impl Generator {
     /// The `_id` that some document would have, or one of another form.
     fn draw_created_id(&mut self) -> Option<Bson> {
         let key = self.created_key.clone()?;
-        let documents: Vec<&Document> = self.model.values().flatten().collect();
+        let sources = self.model.iter().filter(|(name, _)| self.created_sources.contains(*name));
+        let documents: Vec<&Document> = sources.flat_map(|(_, documents)| documents).collect();
         let document = documents.choose(&mut self.created).map(|document| (*document).clone())?;
         let mut values = Vec::new();
         for (_, source) in &key {

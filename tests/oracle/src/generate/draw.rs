@@ -4,9 +4,9 @@ use bson::{Bson, DateTime, Document, bson, doc, oid::ObjectId};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
 use super::{
-    Generator, Scenario, TOUCHED,
+    Generator, Held, Scenario, TOUCHED, crowd,
     odd::{NOT_UTF8, Odd, odd_key},
-    shape::tenant,
+    shape::{Shape, tenant},
 };
 
 impl Generator {
@@ -51,6 +51,18 @@ impl Generator {
         document
     }
 
+    /// Gives a first document some values that a first backfill overwrites.
+    pub(super) fn draw_overwritten(&mut self, coll: &str, document: &mut Document) {
+        for scenario in self.owners(coll) {
+            let Some(path) = scenario.outputs.first().filter(|_| self.more.random_bool(0.3)) else { continue };
+            let (field, value) = match path.split_once('.') {
+                Some((field, below)) => (field, Bson::from(doc! {below: "stale", "mine": 1})),
+                None => (path.as_str(), Bson::from("stale")),
+            };
+            document.entry(field.to_owned()).or_insert(value);
+        }
+    }
+
     /// Rules whose references are in this collection's documents.
     fn holders(&self, coll: &str) -> Vec<Scenario> {
         self.scenarios.iter().filter(|scenario| self.collections[scenario.holder()] == coll).cloned().collect()
@@ -82,7 +94,12 @@ impl Generator {
         }
         if scenario.shape.is_array() {
             let count = self.rng.random_range(0..=4);
-            Bson::Array((0..count).map(|_| self.draw_reference(scenario)).collect())
+            let mut elements: Vec<Bson> = (0..count).map(|_| self.draw_reference(scenario)).collect();
+            if self.options.wrong_shapes && scenario.held_by == Held::Source && self.more.random_bool(0.05) {
+                let around = elements.iter().find_map(|element| scenario.shape.around(element));
+                elements.extend(around);
+            }
+            Bson::Array(elements)
         } else {
             self.draw_reference(scenario)
         }
@@ -93,7 +110,13 @@ impl Generator {
         let other = if scenario.holder() == scenario.target { scenario.source } else { scenario.target };
         let to = (self.options.database.as_str(), self.collections[other].as_str());
         let odd = self.odd.clone();
-        let mut key = |rng: &mut StdRng| odd_key(rng, &odd).unwrap_or_else(|| reference_key(rng));
+        let (is_crowded, edges, extra) = (self.is_crowded, self.edges, &mut self.crowd);
+        let mut key = |rng: &mut StdRng| {
+            if is_crowded && extra.random_bool(0.85) {
+                return crowd::key(extra);
+            }
+            odd_key(rng, &odd, edges).unwrap_or_else(|| reference_key(rng))
+        };
         let mut element = scenario.shape.element(&mut self.rng, to, &mut key);
         if let Bson::Document(element) = &mut element
             && odd.contains(&Odd::NotUtf8)
@@ -119,6 +142,10 @@ impl Generator {
                 element.insert(format!("o{number}{}", if into { "" } else { "_0" }), "stale");
             }
         }
+        // A document may be changed from inside.
+        if self.echoed == Some(Shape::Scalar) && scenario.shape == Shape::Scalar && self.more.random_bool(0.2) {
+            return bson!({"k": self::key(&mut self.more)});
+        }
         // An element that is no document refers to nothing, and has no room for values.
         if self.options.wrong_shapes && scenario.shape.is_array() && self.rare.random_bool(0.05) {
             return pick(&mut self.rare, &[bson!(null), bson!(1), bson!("x")]);
@@ -129,10 +156,13 @@ impl Generator {
     /// Usually the id of an existing document.
     pub(super) fn draw_known_id(&mut self, coll: &str) -> Bson {
         let known = self.model.get(coll).and_then(|documents| documents.choose(&mut self.rng));
-        match known.and_then(|document| document.get("_id").cloned()) {
+        let usual = match known.and_then(|document| document.get("_id").cloned()) {
             Some(id) if self.rng.random_bool(0.95) => id,
             _ => self.draw_key(),
-        }
+        };
+        // Changes of one document in quick succession: the first ones are still being applied when the others come.
+        let first = self.model.get(coll).and_then(|documents| documents.first()?.get("_id").cloned());
+        first.filter(|_| self.more.random_bool(self.hot)).unwrap_or(usual)
     }
 
     pub(super) fn draw_update(&mut self, coll: &str, filter: &Document) -> Document {
@@ -140,6 +170,9 @@ impl Generator {
             return update;
         }
         let (holders, owners) = (self.holders(coll), self.owners(coll));
+        if let Some(path) = self.draw_once_path(&owners) {
+            return doc! {"$set": {path: "mine"}};
+        }
         if self.options.write_owned && self.rng.random_bool(0.15) {
             let outputs: Vec<String> = owners.into_iter().flat_map(|scenario| scenario.outputs).collect();
             if let Some(path) = outputs.choose(&mut self.rng) {
@@ -175,6 +208,17 @@ impl Generator {
             }},
             _ => doc! {"$set": {field: self.draw_value(field)}},
         }
+    }
+
+    /// Sometimes a path of a rule that only fills it: the application may fill it as well.
+    fn draw_once_path(&mut self, owners: &[Scenario]) -> Option<String> {
+        let fills = |owner: &&Scenario| {
+            self.options.fills_once
+                && self.rules.get(owner.number).is_some_and(|rule| rule.to_string().contains("\"once\": true"))
+        };
+        let paths: Vec<String> = owners.iter().filter(fills).flat_map(|owner| owner.outputs.clone()).collect();
+        let path = paths.choose(&mut self.more).cloned()?;
+        self.more.random_bool(0.2).then_some(path)
     }
 
     /// Adds, removes, moves or changes references.
@@ -281,10 +325,11 @@ fn scalar(rng: &mut StdRng) -> Bson {
     )
 }
 
-/// Numbers of one kind whose sum depends on their order, in a third of the worlds. More than 2^57 would exceed a long where
-/// the daemon multiplies a number by the count of its sources, and the simulated server does not decide that.
-pub(super) fn numbers(rng: &mut StdRng) -> Vec<Bson> {
-    match rng.random_range(0..9) {
+/// Numbers of one of these kinds: the first three have a sum that depends on the order, and the others are none. More than 2^57
+/// would exceed a long where the daemon multiplies a number by the count of its sources, and the simulated server does not decide
+/// that.
+pub(super) fn numbers(rng: &mut StdRng, kinds: i32) -> Vec<Bson> {
+    match rng.random_range(0..kinds) {
         0 => vec![bson!(1e100), bson!(-1e100)],
         1 => [(1 << 53) + 1, 1 << 57, -(1 << 57)].map(Bson::Int64).to_vec(),
         2 => vec![bson!(0.1)],

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use bson::{Bson, Document, bson, doc};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
-use super::{Generator, Held, Kind, Scenario, draw, shape::Shape};
+use super::{Generator, Held, Kind, Scenario, crowd, draw, shape::Shape};
 use crate::{Op, World, value::equal};
 
 /// One rare kind. A world has each kind that [`super::Options`] allow with a certain probability.
@@ -35,6 +35,9 @@ pub enum Odd {
 
 /// Stands for three bytes that are not UTF-8: worlds in memory only have valid strings.
 pub const NOT_UTF8: char = '\u{F8FF}';
+
+/// The collection that echoes are written to, by its place.
+pub(super) const ECHOED: usize = 3;
 
 impl Odd {
     /// All kinds.
@@ -111,6 +114,19 @@ impl Generator {
         if self.has(Odd::Collation) {
             self.collated = (0..self.collections.len()).filter(|_| self.rng.random_bool(0.6)).collect();
         }
+    }
+
+    /// Draws the form of the references that echoes change, in half of the worlds with echoes: the stream leaves out updates only
+    /// where all rules of a collection allow that.
+    pub(super) fn draw_echoed(&mut self) -> Option<Shape> {
+        let is_plain = self.more.random_bool(0.5);
+        let shapes = [Shape::Scalar, Shape::Scalar, Shape::Ids, Shape::Elements];
+        shapes.choose(&mut self.more).copied().filter(|_| is_plain && self.has(Odd::Echo))
+    }
+
+    /// True for the target of the echoes, if its rules are to be plain.
+    pub(super) fn is_echoed(&self, collection: usize) -> bool {
+        self.echoed.is_some() && collection == ECHOED
     }
 
     /// One of the rare commands, or none.
@@ -193,7 +209,7 @@ impl Generator {
     /// A key of one of this world's kinds, or of the usual ones.
     pub(super) fn draw_key(&mut self) -> Bson {
         let odd = self.odd.clone();
-        odd_key(&mut self.rng, &odd).unwrap_or_else(|| draw::key(&mut self.rng))
+        odd_key(&mut self.rng, &odd, self.edges).unwrap_or_else(|| draw::key(&mut self.rng))
     }
 
     /// A value of a field that users own.
@@ -201,8 +217,10 @@ impl Generator {
         // Drawn in any case: other draws of a seed stay as they were.
         let usual = self.draw_usual_value(field);
         match field {
+            "n" if self.crowds(0.6) => self.numbers.choose(&mut self.crowd).cloned().unwrap_or(usual),
             "n" if self.rare.random_bool(0.5) => self.numbers.choose(&mut self.rare).cloned().unwrap_or(usual),
             "code" if self.has_long_codes => format!("{:030}", self.rare.random_range(1..=4)).into(),
+            "code" if self.crowds(0.8) => crowd::key(&mut self.crowd),
             // It matches no key, but a query for 1 finds it.
             "code" if self.rare.random_bool(0.05) => bson!([1]),
             _ => usual,
@@ -268,9 +286,9 @@ impl Generator {
     }
 }
 
-/// A key of one of these kinds.
-pub(super) fn odd_key(rng: &mut StdRng, odd: &BTreeSet<Odd>) -> Option<Bson> {
-    if odd.contains(&Odd::EdgeIds) && rng.random_bool(0.2) {
+/// A key of one of these kinds; `edges` is the share of MinKey, MaxKey and null.
+pub(super) fn odd_key(rng: &mut StdRng, odd: &BTreeSet<Odd>, edges: f64) -> Option<Bson> {
+    if odd.contains(&Odd::EdgeIds) && rng.random_bool(edges) {
         return Some(draw::pick(rng, &[Bson::MinKey, Bson::MaxKey, Bson::Null]));
     }
     if odd.contains(&Odd::NotUtf8) && rng.random_bool(0.15) {

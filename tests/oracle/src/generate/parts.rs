@@ -11,12 +11,14 @@ use crate::Op;
 /// The field of such an `_id` that rules match by.
 const KEY: &str = "_id.k";
 
-/// The `_id` whose key is `key`. The other field sorts after it, and tells the document from one with the key alone. Two of the
-/// keys become arrays, to which nothing refers.
+/// The `_id` whose key is `key`. The other field sorts after it, and tells the document from one with the key alone. Four of
+/// the keys become arrays, to which nothing refers.
 fn whole(key: Bson) -> Bson {
     let key = match key {
         Bson::Boolean(true) => bson!([1]),
-        Bson::String(empty) if empty.is_empty() => bson!([2]),
+        Bson::String(text) if text.is_empty() => bson!([2]),
+        Bson::String(text) if text == "3" => bson!([3]),
+        Bson::String(text) if text == "4" => bson!([4]),
         key => key,
     };
     doc! {"k": key, "more": 1}.into()

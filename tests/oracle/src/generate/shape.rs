@@ -109,6 +109,17 @@ impl Shape {
         })
     }
 
+    /// An array in place of an element, with a value of this element where there would be another array. It refers to nothing.
+    pub(super) fn around(self, element: &Bson) -> Option<Bson> {
+        let name = match self {
+            Self::Nested => "b",
+            Self::NestedIds => "ids",
+            _ => return None,
+        };
+        let inside = element.as_document()?.get_array(name).ok()?.first()?.clone();
+        Some(Bson::Array(vec![doc! {name: inside}.into()]))
+    }
+
     /// One reference, or one element of the array of references. `key` draws a key, `to` is the database and collection
     /// of DBRefs.
     pub(super) fn element(self, rng: &mut StdRng, to: (&str, &str), key: &mut dyn FnMut(&mut StdRng) -> Bson) -> Bson {

@@ -3,7 +3,7 @@
 use bson::{Bson, Document, doc};
 use rand::{Rng, seq::IndexedRandom};
 
-use super::{Generator, Held, Kind, Scenario};
+use super::{Generator, Held, Kind, Odd, Scenario};
 
 impl Generator {
     /// Makes some rules read their target, in values and in the source's `where`.
@@ -12,7 +12,9 @@ impl Generator {
         let inside = body.get_document("set").is_ok_and(|set| set.keys().any(|path| path.contains("$[]")));
         let nested = scenario.shape.key_paths("").iter().any(|path| path.matches("$[]").count() > 1);
         let held = scenario.held_by == Held::Target && scenario.shape.is_array();
-        if removes || body.contains_key("once") || (inside && nested) || self.targets.random_bool(0.7) {
+        let more = (self.is_crowded || self.has(Odd::EdgeIds)) && self.crowd.random_bool(0.3);
+        let is_refused = removes || body.contains_key("once") || (inside && nested) || self.is_echoed(scenario.target);
+        if is_refused || (self.targets.random_bool(0.7) && !more) {
             return;
         }
         let element = held && !nested && (inside || scenario.kind == Kind::Into);
@@ -51,16 +53,23 @@ impl Generator {
             keys.extend(paths.map(|path| vec![part.to_owned(), path]).collect::<Vec<_>>());
         }
         keys.extend(body.contains_key("element").then(|| vec!["element".to_owned()]));
+        let untouched = self.is_untouched(scenario.source);
         for key in keys {
             if self.targets.random_bool(0.5) {
                 continue;
             }
             let path = self.draw_target_path(scenario, element);
+            // The whole document, unless some rule writes into it: that could be a cycle.
+            let whole = untouched && key[0] == "set" && self.crowd.random_bool(0.3);
             let value = match self.targets.random_range(0..4) {
                 _ if key[0] == "otherwise" => path,
+                _ if whole => vec![Bson::from("$$ROOT"), path].into(),
                 0 => path,
-                1 => doc! {"$ifNull": [path, "$name"]}.into(),
-                2 => doc! {"id": "$_id", "same": {"$eq": ["$label", path.clone()]}, "mine": path}.into(),
+                // Without an operator, sources whose key is an array are not left out before their values are computed.
+                1 if !self.is_crowded => doc! {"$ifNull": [path, "$name"]}.into(),
+                2 if !self.is_crowded => {
+                    doc! {"id": "$_id", "same": {"$eq": ["$label", path.clone()]}, "mine": path}.into()
+                }
                 _ => vec![Bson::from("$num"), path].into(),
             };
             match key.as_slice() {

@@ -6,8 +6,8 @@ use rand::{Rng, seq::IndexedRandom};
 use super::Generator;
 use crate::Op;
 
-/// Number of different `_id`s. Few of them meet often.
-const IDS: i32 = 9;
+/// Number of different `_id`s in most trees. Few of them meet often.
+pub(super) const IDS: i32 = 9;
 
 impl Generator {
     /// Gives some worlds a tree.
@@ -78,7 +78,7 @@ impl Generator {
         if self.trees.random_bool(0.5) {
             return None;
         }
-        let filter = doc! {"_id": self.trees.random_range(0..IDS)};
+        let filter = doc! {"_id": self.trees.random_range(0..self.tree_ids)};
         let op = match self.trees.random_range(0..100) {
             0..=24 => Op::Insert { doc: self.draw_node(true), coll },
             25..=31 => Op::Delete { coll, filter },
@@ -115,16 +115,16 @@ impl Generator {
     fn draw_parent(&mut self) -> Bson {
         match self.trees.random_range(0..20) {
             0 => Bson::Null,
-            1 => Bson::from(vec![self.trees.random_range(0..IDS)]),
-            2 => Bson::from(f64::from(self.trees.random_range(0..IDS))),
+            1 => Bson::from(vec![self.trees.random_range(0..self.tree_ids)]),
+            2 => Bson::from(f64::from(self.trees.random_range(0..self.tree_ids))),
             3 => Bson::from("nobody"),
-            _ => self.trees.random_range(0..IDS).into(),
+            _ => self.trees.random_range(0..self.tree_ids).into(),
         }
     }
 
     fn draw_node(&mut self, with_id: bool) -> Document {
         let mut doc = if with_id {
-            doc! {"_id": self.trees.random_range(0..IDS)}
+            doc! {"_id": self.trees.random_range(0..self.tree_ids)}
         } else {
             Document::new()
         };

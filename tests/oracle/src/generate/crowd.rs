@@ -1,0 +1,51 @@
+//! Crowded worlds: nearly all references are to one of two keys, so that many sources and targets share reads, batches and
+//! statements.
+
+use bson::{Bson, bson, doc};
+use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
+
+use super::{Generator, Held, Kind, draw::pick, shape::Shape};
+use crate::Op;
+
+/// The `_id`s of the first documents of each collection.
+pub(super) const IDS: [i32; 2] = [1, 2];
+
+/// A reference or a code. A query for one of the keys finds the array of both, which matches nothing.
+pub(super) fn key(rng: &mut StdRng) -> Bson {
+    pick(rng, &[bson!(1), bson!(1), bson!(1), bson!(1), bson!(1.0), bson!(2), bson!(2), bson!([2, 1])])
+}
+
+impl Generator {
+    /// True if nearly all references are to one of two keys.
+    #[must_use]
+    pub fn is_crowded(&self) -> bool {
+        self.is_crowded
+    }
+
+    /// True with this probability in a crowded world.
+    pub(super) fn crowds(&mut self, probability: f64) -> bool {
+        self.is_crowded && self.crowd.random_bool(probability)
+    }
+
+    /// The form of a rule's references: often one whose keys share reads and statements.
+    pub(super) fn draw_crowded_form(&mut self, kind: Kind, held_by: Held, shape: Shape) -> (Held, Shape) {
+        match (kind, self.crowd.random_range(0..10)) {
+            (Kind::Set, 0..=5) => (Held::Target, Shape::Scalar),
+            (Kind::Set, 6..=7) => (Held::Source, Shape::Elements),
+            (Kind::Collect | Kind::Aggregate, 0..=4) => (Held::Source, Shape::Scalar),
+            _ => (held_by, shape),
+        }
+    }
+
+    /// In a crowded world, often an update of what many targets copy. The zeros are equal and not the same.
+    pub(super) fn draw_crowded_op(&mut self) -> Option<Op> {
+        if !self.crowds(0.35) {
+            return None;
+        }
+        let source = self.scenarios.choose(&mut self.crowd)?.source;
+        let id = pick(&mut self.crowd, &[bson!(1), bson!(1), bson!(2)]);
+        let name = pick(&mut self.crowd, &[bson!(0.0), bson!(0.0), bson!(-0.0), bson!(-0.0), bson!("a")]);
+        let coll = self.collections[source].clone();
+        Some(Op::Update { coll, filter: doc! {"_id": id}, update: doc! {"$set": {"name": name}} })
+    }
+}
