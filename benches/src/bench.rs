@@ -104,7 +104,7 @@ impl Bench {
         running.start();
         self.backfilled(count).await;
         running.caught_up().await;
-        self.keeps_nothing().await;
+        self.first_backfills_recorded().await;
         running
     }
 
@@ -158,13 +158,13 @@ impl Bench {
         Progress::new(&self.client, DATABASE, count).wait_backfilled().await;
     }
 
-    /// Waits until the daemon has recorded that it keeps no more of the values that first backfills overwrite. It does so once for each
-    /// rule, soon after the backfill, by two commands that belong to no change.
-    async fn keeps_nothing(&self) {
+    /// Waits until the daemon has recorded that the first backfills are over, and keeps no more of the values that they overwrite. It does
+    /// so once for each rule, soon after the backfill, with two commands that would count as those of a change.
+    async fn first_backfills_recorded(&self) {
         let rules = self.client.database(STATE).collection::<Document>("rules");
         let started = Instant::now();
         while rules.count_documents(doc! {"keeping": {"$exists": true}}).await.expect("the rules") > 0 {
-            assert!(started.elapsed() < LIMIT, "a rule still keeps what its first backfill overwrites");
+            assert!(started.elapsed() < LIMIT, "the first backfill of a rule is still recorded as open");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }

@@ -107,9 +107,14 @@ impl DeadLetters {
             // Its former members may be written now. No document is in two circles.
             let members =
                 if let Nodes::Circle(members) = nodes { members } else { std::slice::from_ref(offending.key) };
+            let members: Vec<_> = members.iter().map(stored).collect();
+            let mut circle = doc! {"$in": members.clone()};
+            if let Nodes::Circle(_) = nodes {
+                // Another partition that owns a member has a dead letter of the same circle.
+                circle.insert("$ne", members);
+            }
             let former = doc! {
-                "deployment": &self.deployment, "rule": &rule.name, "_id": {"$ne": id.clone()},
-                "circle": {"$in": members.iter().map(stored).collect::<Vec<_>>()},
+                "deployment": &self.deployment, "rule": &rule.name, "_id": {"$ne": id.clone()}, "circle": circle,
             };
             bounded(dead_letters.update_many(former, doc! {"$set": {"asked": now}})).await?;
         }
@@ -233,14 +238,15 @@ impl DeadLetters {
         Ok(found.iter().filter_map(|row| row.get_str("_id").ok().map(ToOwned::to_owned)).collect())
     }
 
-    /// Asks the leader to retry the chosen dead letters now. Returns the time of the request by this machine's clock,
-    /// which dates all dead letters.
-    pub async fn ask(&self, server: &Server, chosen: &Chosen) -> Result<DateTime> {
-        let now = clock::now();
+    /// Asks the leader to retry the chosen dead letters now.
+    pub async fn ask(&self, server: &Server, chosen: &Chosen) -> Result<Retry> {
         let dead_letters = server.collection(&self.database, COLLECTION);
+        let newest = dead_letters.find_one(self.filter(chosen)).sort(doc! {"last": -1}).await?;
+        let last = newest.and_then(|newest| newest.get_datetime("last").ok().copied());
+        let retry = Retry { asked: clock::now(), last: last.unwrap_or(DateTime::MIN) };
         // Leaves `last` as it is: a dead letter that fails again in the meantime counts as retried.
-        dead_letters.update_many(self.filter(chosen), doc! {"$set": {"asked": now}}).await?;
-        Ok(now)
+        dead_letters.update_many(self.filter(chosen), doc! {"$set": {"asked": retry.asked}}).await?;
+        Ok(retry)
     }
 
     /// Makes the dead letters of these keys and targets due now: a change was written there, which may have fixed the
@@ -261,10 +267,10 @@ impl DeadLetters {
         Ok(())
     }
 
-    /// Number of chosen dead letters that were requested at `asked` or later, and have not been retried since. While one member of a
-    /// circle is retried, the request for another circle is renewed.
-    pub async fn untried(&self, server: &Server, chosen: &Chosen, asked: DateTime) -> Result<u64> {
-        let filter = doc! {"$and": [self.filter(chosen), {"asked": {"$gte": asked}}]};
+    /// Number of chosen dead letters that have not been retried since this request. A retry of another dead letter of the tree may have
+    /// renewed the request for one of them.
+    pub async fn untried(&self, server: &Server, chosen: &Chosen, Retry { asked, last }: Retry) -> Result<u64> {
+        let filter = doc! {"$and": [self.filter(chosen), {"asked": {"$gte": asked}, "last": {"$not": {"$gt": last}}}]};
         Ok(server.collection(&self.database, COLLECTION).count_documents(filter).await?)
     }
 
@@ -321,6 +327,15 @@ pub struct Chosen {
     pub rule: Option<String>,
     /// Restricts the selection to this value, in the key or as the target.
     pub key: Option<Bson>,
+}
+
+/// A request to retry dead letters.
+#[derive(Debug, Clone, Copy)]
+pub struct Retry {
+    /// Time of the request, by the clock of the machine that has made it.
+    asked: DateTime,
+    /// The newest failure before it, by the leader's clock.
+    last: DateTime,
 }
 
 /// Keys and targets of a rule that were written.

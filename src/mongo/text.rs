@@ -17,7 +17,7 @@ use bson::{RawDocument, RawDocumentBuf};
 
 /// The character of the byte 0x80 is U+10FF80, that of 0xFF is U+10FFFF. A byte below 0x80 is always valid.
 const BASE: u32 = 0x0010_FF00;
-/// The first byte of each of these characters in UTF-8.
+/// The first byte of these characters in UTF-8. A document without this byte has nothing to convert back.
 const FIRST_BYTE: u8 = 0xF4;
 
 /// Converts a document for use inside the daemon: every string becomes valid UTF-8.

@@ -329,7 +329,7 @@ async fn a_wait_covers_what_follows_from_a_delete() {
     }
 }
 
-/// A rule is also fed by what another one removes: the document that it copies from. It did not count as a step of the chain.
+/// A wait also covers a rule that reads documents which another rule deletes. Such a rule did not count as a step of the chain.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wait_covers_what_follows_from_a_removal() {
     const RULES: &str = "  - { name: host, adopt: true, guard: off, copy: { source: hosts, target: notes, match: { host: _id }, set: { ip: $ip }, on_missing: delete } }

@@ -6,7 +6,7 @@ use denormd_model::rule_state::{BlockReason, RuleState};
 
 use crate::support::{
     cases::{Case, Write, dead_letters, delete, every_way, insert, replace, update},
-    daemon::{self, Daemon, until},
+    daemon::{self, Daemon, all, until},
     process::Program,
 };
 
@@ -383,6 +383,26 @@ async fn a_source_with_an_unusable_value_is_a_dead_letter() {
     sales.update_one(doc! {"_id": 4}, set(doc! {"at": null})).await.unwrap();
     until("the dead letters end", || async { about().await.is_empty().then_some(()) }).await;
     assert_eq!(documents(&test).await, 2);
+    daemon.stop().await;
+}
+
+/// A range of dates also finds sources of another interval. If the value of one could not be computed, this interval's document
+/// became a dead letter.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_of_another_interval_does_not_count() {
+    const WEEKLY: &str = "  - { name: weekly, allow_scan: true, aggregate: { source: sales, target: { collection: weekly, create: true }, match: { _id: { $dateTrunc: { date: $at, unit: week } } }, set: { last: { $max: { $concat: [$name, '!'] } } } } }";
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    // A Thursday, in a week that begins on the third.
+    db.collection("sales").insert_one(doc! {"_id": 1, "at": day("2024-03-07"), "name": 5}).await.unwrap();
+    let daemon = Daemon::start(&test, WEEKLY).await;
+    db.collection("weekly").insert_one(doc! {"_id": day("2024-03-07")}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(all(&db, "weekly").await, [doc! {}; 0]);
+    let failed: Vec<Document> = dead_letters(&test).await;
+    let keys: Vec<&Bson> =
+        failed.iter().map(|one| &one.get_document("_id").unwrap().get_array("key").unwrap()[0]).collect();
+    assert_eq!(keys, [&day("2024-03-03")]);
     daemon.stop().await;
 }
 

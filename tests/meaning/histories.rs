@@ -185,12 +185,12 @@ impl History {
         steps
     }
 
-    /// True if these operations are one transaction: their changes are read together, and are reconciled in one batch.
+    /// True if these operations are performed in one transaction. Their changes are read together and reconciled in one batch.
     fn is_transaction(&self, ops: &[Op]) -> bool {
         let is_of_collection =
             |op: &Op| matches!(op, Op::Drop { .. } | Op::Restore { .. } | Op::Rename { .. } | Op::PreImages { .. });
-        let may = self.generator.is_crowded() && (self.seed / 4).is_multiple_of(2);
-        may && ops.len() > 1 && !ops.iter().any(is_of_collection)
+        let may = StdRng::seed_from_u64(self.seed ^ 0x7472_616e).random_bool(0.5);
+        may && self.generator.is_crowded() && ops.len() > 1 && !ops.iter().any(is_of_collection)
     }
 
     /// Performs the steps. Returns the differences found after everything was waited for; `daemon` is None while it is
@@ -202,10 +202,8 @@ impl History {
                     for op in &ops {
                         self.forget(op);
                     }
-                    if self.is_transaction(&ops) {
-                        // If one of them is refused, all are.
-                        together(db, &ops).await.ok();
-                    } else {
+                    // The server refuses all of them if it refuses one.
+                    if !self.is_transaction(&ops) || together(db, &ops).await.is_err() {
                         join_all(ops.into_iter().map(|op| perform(db, op, |name| self.form(name)))).await;
                     }
                     continue;
@@ -327,7 +325,7 @@ impl History {
         if !again.is_empty() {
             return again;
         }
-        // If nothing was waited for, another comparison would hide that something was not applied at the first one.
+        // Compares again only after a wait: a second comparison alone would hide a change that was applied too late.
         if is_back || is_limited {
             found = self.check_with_memory(db).await;
         }
@@ -471,10 +469,10 @@ struct Run {
     start: Start,
     /// Another config is loaded in the middle.
     reloads: bool,
-    /// The worlds play one after another, and each operation is waited for: no other change hides that a wait ends too early.
+    /// The worlds run one after another, with a wait after each step while a daemon runs: no later change hides a wait that ends too early.
     in_turn: bool,
-    /// The longest time from the beginning of a round to the crash, in milliseconds.
-    crash: u64,
+    /// The crash comes at most this many milliseconds after the start of a round.
+    crash_after: u64,
 }
 
 impl Run {
@@ -488,7 +486,7 @@ impl Run {
             start: Start::AtOnce,
             reloads: reload::is_on(),
             in_turn: false,
-            crash: 0,
+            crash_after: 0,
         }
     }
 
@@ -545,7 +543,7 @@ impl Run {
                     async {
                         tokio::task::yield_now().await;
                         if round == 1 {
-                            let millis = StdRng::seed_from_u64(first).random_range(0..=self.crash);
+                            let millis = StdRng::seed_from_u64(first).random_range(0..=self.crash_after);
                             tokio::time::sleep(Duration::from_millis(millis)).await;
                             daemon.kill();
                         } else {
@@ -577,19 +575,16 @@ impl Run {
             history.first.before = world(&db, &history.generator.collections()).await;
         }
         let mut random = StdRng::seed_from_u64(histories[0].seed ^ 0x6372_6173);
-        let mut millis = random.random_range(0..1500);
-        // Sometimes the crash costs the checkpoints as well. Before it, a page has one document: some backfill is in the middle.
-        let forgets =
+        // Sometimes the checkpoints are lost in the crash. Pages of one document make sure that a backfill is open at that time.
+        let loses_checkpoints =
             self.start == Start::AfterCrash && !config.contains("backfill_per_second") && random.random_bool(0.7);
+        let millis = random.random_range(if loses_checkpoints { 3000..12_000 } else { 0..1500 });
         let slow = config.replace("limits: { ", "limits: { backfill_per_second: 1, ");
-        let mut daemon = Daemon::start_config(if forgets { &slow } else { config }).await;
+        let mut daemon = Daemon::start_config(if loses_checkpoints { &slow } else { config }).await;
         if self.start == Start::AfterCrash {
-            if forgets {
-                millis = random.random_range(3000..12_000);
-            }
             tokio::time::sleep(Duration::from_millis(millis)).await;
             daemon.kill();
-            if forgets {
+            if loses_checkpoints {
                 test.beside("state").collection::<Document>(POSITIONS).delete_many(doc! {}).await.unwrap();
             }
             // No rule writes this field.
@@ -645,7 +640,7 @@ impl Run {
     }
 }
 
-/// Plays all histories, so many at once, and returns the differences found, by seed.
+/// Plays all histories, `at_once` of them at a time, and returns the differences found, by seed.
 async fn played(
     db: &Database,
     daemon: Option<&Daemon>,
@@ -663,7 +658,8 @@ async fn played(
 }
 
 fn with_waits(steps: Vec<Vec<Step>>) -> Vec<Vec<Step>> {
-    steps.into_iter().map(|steps| steps.into_iter().flat_map(|step| [step, Step::Wait]).collect()).collect()
+    let followed = |step| if matches!(step, Step::Ops(_)) { vec![step, Step::Wait] } else { vec![step] };
+    steps.into_iter().map(|steps| steps.into_iter().flat_map(followed).collect()).collect()
 }
 
 fn without_waits(steps: Vec<Vec<Step>>) -> Vec<Vec<Step>> {
@@ -687,10 +683,11 @@ async fn fail(test: &TestDb, limits: &str, round: usize, failures: BTreeMap<u64,
     );
 }
 
-/// The rules of the current config. In half of the worlds no audit hides mistakes, unless others write the copies. Without an audit,
-/// the stream leaves out no update, so half of the worlds with echoes have one in any case.
+/// The rules of the current config. In half of the worlds there is no audit, which could hide mistakes, unless others write the copies.
+/// The stream leaves out updates only if there is an audit, so three quarters of the worlds with echoes have one.
 fn configured_rules(history: &History) -> Vec<Document> {
-    let has_audit = history.seed & 2 != 0 || (history.seed & 4 == 0 && history.generator.has(Odd::Echo));
+    let echoes = || StdRng::seed_from_u64(history.seed ^ 0x6563_686f).random_bool(0.5);
+    let has_audit = history.seed & 2 != 0 || (history.generator.has(Odd::Echo) && echoes());
     let configured = |rule: &Document| {
         let mut rule = rule.clone();
         rule.insert("allow_scan", true);

@@ -3,8 +3,14 @@
 
 use std::sync::atomic::Ordering;
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, DateTime, Document, doc};
+use denormd_engine::{
+    dead_letter::{Chosen, DeadLetters, Nodes, Offending},
+    request::Task,
+};
 use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::{key::Key, partition::Partition};
+use denormd_mongo::error::{Error, Kind};
 use denormd_rules::plan;
 use mongodb::Database;
 
@@ -569,4 +575,56 @@ fn what_makes_no_sense_in_a_tree_is_refused_with_a_reason() {
     }
     let report = refusal(&format!("shadow: true, {down}"));
     assert!(report.contains("a rule in shadow mode writes nothing"), "{report}");
+}
+
+/// A circle that is recorded renews the request for the circles that its members were in before. Those counted as tried.
+#[tokio::test]
+async fn a_dead_letter_whose_request_was_renewed_is_untried() {
+    let test = denormd_fixture::database().await;
+    let context = daemon::context(&daemon::config(&test, &plain(PATH))).await;
+    let (server, dead_letters) = (&context.server, &context.dead_letters);
+    let stored = test.beside("state").collection::<Document>("dead_letters");
+    stored.insert_one(doc! {"_id": {"rule": "tree"}, "deployment": "default", "rule": "tree"}).await.unwrap();
+    let chosen = Chosen::default();
+    let asked = dead_letters.ask(server, &chosen).await.unwrap();
+    let untried = async || dead_letters.untried(server, &chosen, asked).await.unwrap();
+    assert_eq!(untried().await, 1);
+    let later = DateTime::from_millis(DateTime::now().timestamp_millis() + 60_000);
+    for (update, left) in [
+        (doc! {"$set": {"asked": later}}, 1),
+        (doc! {"$set": {"last": later}}, 0),
+        (doc! {"$unset": {"last": "", "asked": ""}}, 0),
+    ] {
+        stored.update_one(doc! {}, update.clone()).await.unwrap();
+        assert_eq!(untried().await, left, "{update}");
+    }
+}
+
+/// The owners of a circle's members have a dead letter each. They requested a retry of each other, every five seconds.
+#[tokio::test]
+async fn a_circle_requests_no_retry_of_itself_in_another_partition() {
+    let test = denormd_fixture::database().await;
+    let context = daemon::context(&daemon::config(&test, &plain(PATH))).await;
+    let (server, rule) = (&context.server, &context.plan.rules[0]);
+    let record = async |partition, members: &[Key]| {
+        let tree = Some(Nodes::Circle(members));
+        let offending = Offending { key: &members[0], target: None, path: None, tree, since: None };
+        let dead_letters = DeadLetters { partition, ..context.dead_letters.clone() };
+        let error = Error::new(Kind::Refused, "a circle");
+        dead_letters.record(server, rule, Task::Target, &offending, &error).await.unwrap();
+    };
+    let requested = async || {
+        let stored = all(&test.beside("state"), "dead_letters").await;
+        stored.iter().filter(|dead_letter| dead_letter.contains_key("asked")).count()
+    };
+    let members = [1, 2].map(|id| Key::one(Bson::Int32(id)));
+    for _ in 0..2 {
+        for partition in Partition::all(2) {
+            record(partition, &members).await;
+        }
+        assert_eq!(requested().await, 0);
+    }
+    // Another circle with one of the members has taken its place.
+    record(Partition::all(2).next().unwrap(), &members[..1]).await;
+    assert_eq!(requested().await, 2);
 }

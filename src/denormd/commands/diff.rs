@@ -208,7 +208,8 @@ async fn side(layers: &Layers, other: &Layers, environment: &[(String, String)])
 impl Side {
     fn without_rules(&self) -> Self {
         let Plan { name, .. } = &self.plan;
-        let plan = Plan { name: name.clone(), rules: Vec::new(), order: Vec::new(), feeds: Vec::new() };
+        let plan =
+            Plan { name: name.clone(), rules: Vec::new(), order: Vec::new(), feeds: Vec::new(), cascades: false };
         Self { loaded: self.loaded.clone(), plan }
     }
 

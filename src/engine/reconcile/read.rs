@@ -88,6 +88,7 @@ fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
     }
     // Grouped by a mere field, MongoDB 6.0.5 makes the key MaxKey the document `{"": MaxKey}`.
     let edges = keys.iter().flat_map(|key| key.values()).any(|v| matches!(v, Bson::MinKey | Bson::MaxKey));
+    stages.extend(in_intervals(rule, keys));
     stages.extend(rows(rule, gathered, edges, RowOf::OneKey));
     stages
 }
@@ -257,6 +258,14 @@ fn without_arrays(values: &Values, row_key: &[Bson]) -> Option<Document> {
     let paths = row_key.iter().filter_map(Bson::as_str).map(|path| path.trim_start_matches('$'));
     let clauses: Vec<Document> = paths.filter(|_| may_fail(values)).flat_map(no_arrays).collect();
     Some(doc! {"$match": {"$and": clauses.clone()}}).filter(|_| !clauses.is_empty())
+}
+
+/// The stage that drops the sources of other intervals than those of `keys`, where their values must not be computed: the range of
+/// dates by which sources are found may be wider.
+fn in_intervals(rule: &Rule, keys: &[&Key]) -> Option<Document> {
+    let keys: Vec<&[Bson]> = keys.iter().map(|key| key.values()).collect();
+    let is_wanted = doc! {"$in": [row_keys(rule), {"$literal": keys}]};
+    (rule.reference.has_buckets() && may_fail(&rule.values)).then(|| doc! {"$match": {"$expr": is_wanted}})
 }
 
 /// True if the server may refuse to compute the values of a source, because they contain an operator. A query also

@@ -48,8 +48,8 @@ pub fn compile(config: &Config, default_database: Option<&str>) -> Result<Plan, 
     if !mistakes.is_empty() {
         return Err(mistakes);
     }
-    let (order, feeds) = graph::order(&mut rules)?;
-    Ok(Plan { name: config.name.clone(), rules, order, feeds })
+    let (order, feeds, cascades) = graph::order(&mut rules)?;
+    Ok(Plan { name: config.name.clone(), rules, order, feeds, cascades })
 }
 
 struct Compiler<'a> {

@@ -17,8 +17,8 @@ use crate::{
 };
 use denormd_model::{field_path::FieldPath, key::Key};
 
-/// The rules, each after all rules that it reads from; and for each rule the rules that read its target fields.
-pub type Order = (Vec<RuleId>, Vec<Vec<RuleId>>);
+/// The rules, each after all rules that feed it; for each rule the rules that it feeds; and [`Plan::cascades`](super::Plan::cascades).
+pub type Order = (Vec<RuleId>, Vec<Vec<RuleId>>, bool);
 
 /// Checks the rules against each other and orders them.
 ///
@@ -53,11 +53,11 @@ pub fn order(rules: &mut [Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
             Arc::make_mut(&mut rules[exclusion.rule]).demand_no_array(exclusion.role, &exclusion.path);
         }
     }
-    add_removals(rules, &mut feeds);
+    let cascades = add_removals(rules, &mut feeds);
     let walk = Walk::through(&feeds);
     let ids = |indexes: Vec<usize>| indexes.into_iter().map(|index| rules[index].id).collect::<Vec<_>>();
     let done = ids(walk.done.into_iter().rev().collect());
-    Ok((done, feeds.into_iter().map(ids).collect()))
+    Ok((done, feeds.into_iter().map(ids).collect(), cascades))
 }
 
 /// For each rule the rules that it feeds, of those that `counts` accepts.
@@ -72,27 +72,35 @@ fn feeding(rules: &[Arc<Rule>], mut counts: impl FnMut(usize, usize) -> bool) ->
     fed.collect()
 }
 
-/// Adds the rules that are fed by what a rule removes: they read its targets as sources, or the array whose elements it removes. Leaves
-/// out what would make a circle: a removal that causes another one ends with the documents.
-fn add_removals(rules: &[Arc<Rule>], feeds: &mut [Vec<usize>]) {
+/// Makes each rule that removes documents or array elements feed the rules that read them. Filters that exclude each other are not
+/// considered: an edge too many costs a wait one more step. Returns true if it has left out an edge that would close a circle: such
+/// removals cause each other, and end when nothing is left to remove.
+fn add_removals(rules: &[Arc<Rule>], feeds: &mut [Vec<usize>]) -> bool {
+    let mut cascades = false;
     for (from, rule) in rules.iter().enumerate().filter(|(_, rule)| rule.may_delete()) {
-        for (to, reader) in rules.iter().enumerate() {
-            if !feeds[from].contains(&to) && reads_removed(rule, reader) && !reaches(feeds, to, from) {
+        for (to, _) in rules.iter().enumerate().filter(|(_, reader)| reads_removed(rule, reader)) {
+            if reaches(feeds, to, from) {
+                cascades |= rule.tree.is_none();
+            } else if !feeds[from].contains(&to) {
                 feeds[from].push(to);
             }
         }
     }
+    cascades
 }
 
-/// True if `to` reads the documents that `from` deletes, or the array whose elements it removes.
+/// True if `to` reads the collection in which `from` deletes documents, or the array from which `from` removes elements.
 fn reads_removed(from: &Rule, to: &Rule) -> bool {
     match &from.reference.target_each {
-        Some(array) => [Role::Source, Role::Target].into_iter().any(|role| feeds(from, to, role, array)),
+        // A rule finds its own elements in any case.
+        Some(array) => {
+            feeds(from, to, Role::Source, array) || (from.id != to.id && feeds(from, to, Role::Target, array))
+        }
         None => from.target.namespace == to.source.namespace,
     }
 }
 
-/// True if `from` feeds `to`, directly or through others, or is `to`.
+/// True if `from` is `to`, or feeds it directly or through other rules.
 fn reaches(feeds: &[Vec<usize>], from: usize, to: usize) -> bool {
     let (mut seen, mut next) = (BTreeSet::from([from]), vec![from]);
     while let Some(rule) = next.pop() {

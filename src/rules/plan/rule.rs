@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use bson::{Bson, Document};
 
 use crate::{
-    config::{BackfillMode, ConfigPath, GroupForm, Guard, Mistake, OnDrift, OnEmpty, OnMissing},
+    config::{self, BackfillMode, ConfigPath, GroupForm, Guard, Mistake, OnDrift, OnEmpty, OnMissing},
     plan::{
         expression::{OfTarget, Reads},
         reference::{Reference, Role},
@@ -36,10 +36,12 @@ pub struct Plan {
     pub name: String,
     /// The rules, in the config's order.
     pub rules: Vec<Arc<Rule>>,
-    /// The rules, each after all rules that it reads from.
+    /// The rules, each after all rules that feed it.
     pub order: Vec<RuleId>,
-    /// For each rule, the rules that read its target fields.
+    /// For each rule, the rules that it feeds: they read its target fields, or what it removes.
     pub feeds: Vec<Vec<RuleId>>,
+    /// True if removals may cause further removals, in as many steps as the documents allow.
+    pub cascades: bool,
 }
 
 impl Plan {
@@ -58,11 +60,12 @@ impl Plan {
     /// A plan with one rule, to check the requirements of that rule. Its id is still that of the whole plan.
     #[must_use]
     pub fn only(&self, id: RuleId) -> Self {
-        Self { name: self.name.clone(), rules: vec![self.rule(id).clone()], order: Vec::new(), feeds: Vec::new() }
+        let (order, feeds) = (Vec::new(), Vec::new());
+        Self { name: self.name.clone(), rules: vec![self.rule(id).clone()], order, feeds, cascades: false }
     }
 
     /// Number of steps in the longest chain of rules: a change needs that many to reach the end. A recursive rule takes
-    /// a step for each level of its tree.
+    /// a step for each level of its tree, and a cascade of removals counts as deep as a tree may be by default.
     #[must_use]
     pub fn longest_chain(&self) -> usize {
         let mut length = vec![1; self.rules.len()];
@@ -71,7 +74,7 @@ impl Plan {
             let levels = self.rules.get(rule.0).and_then(|rule| rule.tree).map_or(0, |tree| tree.max_depth);
             length[rule.0] = 1 + levels + beyond.unwrap_or_default();
         }
-        length.into_iter().max().unwrap_or_default()
+        length.into_iter().max().unwrap_or_default() + if self.cascades { config::Rule::DEFAULT_MAX_DEPTH } else { 0 }
     }
 
     /// The rules of these names, and all that they feed, directly or through other rules.

@@ -48,7 +48,7 @@ const MIRROR: &str = "{\"name\": \"mirror\", \"adopt\": true, \"guard\": \"off\"
                       \"target\": \"marked\", \"match\": {\"marker\": \"_id\"}, \"set\": {\"seen\": \"$$target.own\"}}}";
 /// Number of markers: each partition has some.
 const MARKERS: i32 = 12;
-/// Number of copies of markers that the application changes as well.
+/// The application also changes this many of the copies of markers.
 const CHANGED: i32 = 4;
 /// One in this many writes of markers is a transaction that writes all of them.
 const TOGETHER: usize = 5;
@@ -84,7 +84,7 @@ fn is_guarded(seed: u64) -> bool {
 
 fn options(seed: u64) -> fn(String) -> Options {
     // An echo writes a reference and a copy. After a rollback it may change the copy alone, which only an audit repairs.
-    // The audit must go on after a target whose value cannot be computed.
+    // A target whose value cannot be computed must not stop the audit.
     let overwritten = |prefix| Options {
         write_owned: true,
         failing: true,
@@ -338,13 +338,17 @@ impl Scale {
             }
             settle(server, &db, &addresses, &histories).await?;
             roles::are_shown(&daemons).await.map_err(Failed::new)?;
-            no_drift(&addresses).await?;
             at_rest(server, test).await?;
+            for address in &addresses {
+                let answer =
+                    async || client::get(*address, "/v1/status", Duration::from_secs(5)).await.ok()?.json().ok();
+                has_no_drift(&until("the status", answer).await)?;
+            }
             only_own_writes(&server.model, &test.name, &histories)?;
         }
         mirrors_match(&server.model, &test.name)?;
         terms_rise(&server.model, state_of(&db).name())?;
-        recorded::is_right(&server.model, state_of(&db).name()).map_err(Failed::new)?;
+        recorded::check(&server.model, state_of(&db).name()).map_err(Failed::new)?;
         times_rise(&server.model, &test.name, &histories)?;
         let struck = of_cluster.struck.into_iter().chain(of_daemons.struck);
         let struck = struck.map(|(fault, times)| (format!("{fault:?}"), times));
@@ -444,7 +448,7 @@ async fn play(
     trace: &Trace,
 ) -> Result<()> {
     let mut random = StdRng::seed_from_u64(history.seed ^ 0x746f_6765);
-    let mut paces = StdRng::seed_from_u64(history.seed ^ 0x7061_6365);
+    let mut pauses = StdRng::seed_from_u64(history.seed ^ 0x7061_6365);
     let mut together: Vec<Op> = Vec::new();
     for (nth, step) in steps.into_iter().enumerate() {
         let is_performed = matches!(step, Step::Ops(_));
@@ -487,8 +491,8 @@ async fn play(
             }
         }
         if is_performed {
-            // Some steps follow at once, while the one before is still being applied.
-            let pause = if paces.random_bool(0.4) { 1 } else { 40 + history.seed * 37 % 200 };
+            // Some steps follow at once: the step before is still being applied.
+            let pause = if pauses.random_bool(0.4) { 1 } else { 40 + history.seed * 37 % 200 };
             tokio::time::sleep(Duration::from_millis(pause)).await;
         }
     }
@@ -616,29 +620,15 @@ async fn only_with_dead_letters(db: &Database, rules: &[String]) -> bool {
     rules.iter().all(|rule| with.iter().filter_map(Bson::as_str).any(|other| world(other) == world(rule)))
 }
 
-/// Fails if a guard has found drift where only denormd writes the copies.
-async fn no_drift(instances: &[SocketAddr]) -> Result<()> {
-    for instance in instances {
-        let metrics =
-            until("metrics", async || client::get(*instance, "/metrics", Duration::from_secs(5)).await.ok()).await;
-        let text = String::from_utf8_lossy(&metrics.body).into_owned();
-        for found in text.lines().filter_map(|line| line.strip_prefix("denormd_drift_found_total{rule=\"w")) {
-            let seed = found.split_once('-').and_then(|(seed, _)| seed.parse().ok()).filter(|seed| is_guarded(*seed));
-            if seed.is_some() && !found.ends_with(" 0") {
-                return Err(Failed { seed, text: format!("a guard has found drift that nobody made: w{found}") });
-            }
-        }
-    }
-    Ok(())
-}
-
-/// A world whose copies only denormd writes, and in which a guard has found drift by this status.
-fn with_drift(status: &Value) -> Option<u64> {
-    let rules = status["rules"].as_array()?.iter();
+/// Fails if a guard has found drift where only denormd writes the copies, according to this status.
+fn has_no_drift(status: &Value) -> Result<()> {
+    let rules = status["rules"].as_array().into_iter().flatten();
     let found = rules.filter(|rule| rule["drift_found"].as_u64().is_some_and(|found| found > 0));
     let mut seeds =
         found.filter_map(|rule| rule["name"].as_str()?.strip_prefix('w')?.split_once('-')?.0.parse::<u64>().ok());
-    seeds.find(|seed| is_guarded(*seed))
+    let seed = seeds.find(|seed| is_guarded(*seed));
+    let text = || format!("a guard has found drift that nobody made: {status:#}");
+    seed.map_or(Ok(()), |seed| Err(Failed { seed: Some(seed), text: text() }))
 }
 
 /// Fails if a copy of what its target held was written after that had changed.
@@ -775,13 +765,8 @@ async fn watch(test: &TestDb, model: &Model, instances: &[SocketAddr], stop: &At
         }
         let Ok(answer) = client::get(instance, "/v1/status", Duration::from_millis(500)).await else { continue };
         let Ok(status) = answer.json::<Value>() else { continue };
-        // At once: a restart forgets what its guard has found.
-        if let Some(seed) = with_drift(&status) {
-            return Err(Failed {
-                seed: Some(seed),
-                text: format!("a guard has found drift that nobody made: {status:#}"),
-            });
-        }
+        // At once: a guard's count of drift is lost with a restart.
+        has_no_drift(&status)?;
         let recorded = losses(model, state_of(&db).name()).await;
         lost.retain(|rule, (before, _)| recorded.get(rule).is_some_and(|(generation, _)| *generation == *before));
         for (rule, (generation, term)) in recorded {

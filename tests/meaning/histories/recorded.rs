@@ -1,4 +1,4 @@
-//! What the state of a simulated deployment must never have recorded, from the history of its documents.
+//! Checks the history of the state: what a deployment must never record.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,176 +9,207 @@ use denormd_engine::{
     deployment::lease::{self, GRACE},
 };
 use denormd_model::{clock::millis, key::Key, partition::Partition, stored_key::loaded};
-use denormd_simulated::{Model, Timed};
+use denormd_simulated::{FieldHistory, Model};
 
-/// The history of a field, by `_id`.
-type Histories = BTreeMap<String, (Bson, Timed)>;
+/// The history of a field in each document of a collection, by `_id` as text, with the `_id` itself.
+type Histories = BTreeMap<String, (Bson, FieldHistory)>;
+
+/// A record that is so many seconds old is in what a repartitioning reads. A younger one may have come during its transaction.
+const READ_AFTER: u32 = 2;
 
 /// A change of the number of partitions.
-struct Repartition {
+#[derive(Clone, Copy)]
+struct Repartitioning {
     time: Timestamp,
     from: u32,
     to: u32,
 }
 
-/// Fails if the state has recorded what it never must.
-pub fn is_right(model: &Model, state: &str) -> Result<(), String> {
-    let repartitions = repartitions(model, state);
-    leases_are_waited_for(model, state, &repartitions)?;
-    all_partitions_know_what_is_done(model, state)?;
-    for repartition in &repartitions {
-        no_position_passes_another(model, state, repartition)?;
-        no_open_rule_is_done(model, state, repartition)?;
-        circles_concern_all_owners(model, state, repartition)?;
+/// The histories of the state.
+struct Recorded {
+    positions: Histories,
+    rules: Histories,
+    fan_outs: Histories,
+    circles: Histories,
+}
+
+/// Returns an error if the state has recorded something that it must never record.
+pub fn check(model: &Model, state: &str) -> Result<(), String> {
+    let histories = |collection, field| model.field_histories(state, collection, field);
+    let recorded = Recorded {
+        positions: histories(POSITIONS, "time"),
+        rules: histories(RULES, "backfill"),
+        fan_outs: histories(fan_out::COLLECTION, "term"),
+        circles: histories(dead_letter::COLLECTION, "circle"),
+    };
+    let repartitionings = repartitionings(&histories(format::COLLECTION, "partitions"));
+    leases_were_free(model, state, &repartitionings)?;
+    recorded.backfills_wait_for_all_partitions()?;
+    for repartitioning in repartitionings {
+        recorded.new_partitions_skip_nothing(repartitioning)?;
+        recorded.open_work_is_repeated(repartitioning)?;
+        recorded.circles_concern_all_owners(repartitioning)?;
     }
     Ok(())
 }
 
-fn repartitions(model: &Model, state: &str) -> Vec<Repartition> {
+fn repartitionings(numbers: &Histories) -> Vec<Repartitioning> {
     let number = |value: &Option<Bson>| {
         let number = value.as_ref().and_then(Bson::as_i32).and_then(|number| u32::try_from(number).ok());
         number.unwrap_or(1)
     };
-    let histories = model.timed(state, format::COLLECTION, "partitions").into_values();
-    let changes = histories.flat_map(|(_, values)| {
-        let changes = values.windows(2).map(|pair| (pair[1].0, number(&pair[0].1), number(&pair[1].1)));
-        changes.filter(|(_, from, to)| from != to).collect::<Vec<_>>()
-    });
-    changes.map(|(time, from, to)| Repartition { time, from, to }).collect()
+    let changes = numbers.values().flat_map(|(_, values)| values.windows(2));
+    let changes = changes.map(|pair| (pair[1].0, number(&pair[0].1), number(&pair[1].1)));
+    let changes = changes.filter(|(_, from, to)| from != to);
+    changes.map(|(time, from, to)| Repartitioning { time, from, to }).collect()
 }
 
-/// The number of partitions of a deployment with one of these, by its id: `default#0/2` is the first one of two.
-fn of(id: &str) -> u32 {
+/// Number of partitions of the deployment, from the id of one of them: `default#0/2` is the first of two.
+fn partitions_of(id: &str) -> u32 {
     id.split_once('/').and_then(|(_, of)| of.parse().ok()).unwrap_or(1)
 }
 
-/// A text field of an `_id`.
-fn part<'a>(id: &'a Bson, name: &str) -> &'a str {
+/// A text field of an `_id`; empty if it is missing.
+fn id_field<'a>(id: &'a Bson, name: &str) -> &'a str {
     id.as_document().and_then(|id| id.get_str(name).ok()).unwrap_or_default()
 }
 
 /// The value before a time.
-fn before(values: &Timed, time: Timestamp) -> Option<&Bson> {
+fn before(values: &FieldHistory, time: Timestamp) -> Option<&Bson> {
     values.iter().rev().find(|(at, _)| *at < time)?.1.as_ref()
 }
 
+/// The same, if a transaction that ends at that time has read it.
+fn read_before(values: &FieldHistory, time: Timestamp) -> Option<&Bson> {
+    let (at, value) = values.iter().rev().find(|(at, _)| *at < time)?;
+    value.as_ref().filter(|_| at.time + READ_AFTER <= time.time)
+}
+
 /// The value that was set at a time.
-fn set_at(values: &Timed, time: Timestamp) -> Option<&Bson> {
+fn set_at(values: &FieldHistory, time: Timestamp) -> Option<&Bson> {
     values.iter().rev().find(|(at, _)| *at == time)?.1.as_ref()
 }
 
-/// Fails if an instance has replaced the owner of a lease, or a repartition has ended it, before it was free.
-fn leases_are_waited_for(model: &Model, state: &str, repartitions: &[Repartition]) -> Result<(), String> {
-    let field = |name: &str| model.timed(state, lease::COLLECTION, name);
-    let (untils, ends, takens) = (field("until"), field("cluster_until"), field("taken"));
+/// Fails if an instance took a lease, or a repartitioning ended one, before the lease was free.
+fn leases_were_free(model: &Model, state: &str, repartitionings: &[Repartitioning]) -> Result<(), String> {
+    let histories = |field| model.field_histories(state, lease::COLLECTION, field);
+    let (untils, ends, takens) = (histories("until"), histories("cluster_until"), histories("taken"));
     let date = |histories: &Histories, id: &str, nth: usize| {
         Some(histories.get(id)?.1.get(nth)?.1.as_ref()?.as_datetime()?.timestamp_millis())
     };
-    for (id, (lease, owners)) in field("owner") {
-        let partitions = of(lease.as_str().unwrap_or_default());
+    for (id, (lease, owners)) in histories("owner") {
+        let partitions = partitions_of(lease.as_str().unwrap_or_default());
         let owner = |nth: usize| owners[nth].1.as_ref().and_then(Bson::as_str);
         for nth in 1..owners.len() {
             let time = owners[nth].0;
-            // Leases of the new partitions end in any case: their terms have a gap.
-            let is_repartition = || repartitions.iter().any(|one| one.time == time && one.from == partitions);
+            // A repartitioning also ends the leases of the new partitions, whoever has them: their terms go on from there.
+            let is_ended = || repartitionings.iter().any(|one| one.time == time && one.from == partitions);
             let now = match (owner(nth - 1), owner(nth)) {
                 (Some(former), Some(other)) if other != former => date(&takens, &id, nth),
-                (Some(_), None) if is_repartition() => date(&untils, &id, nth),
+                (Some(_), None) if is_ended() => date(&untils, &id, nth),
                 _ => None,
             };
             let (Some(now), Some(until)) = (now, date(&untils, &id, nth - 1)) else { continue };
-            // The cluster time of the change is the one that the instance saw, or the server's clock.
+            // The server compares with the later of its clock and the cluster time.
             let latest = now.max(i64::from(time.time) * 1000);
             let end = date(&ends, &id, nth - 1).unwrap_or_default();
             if now < until + millis(GRACE) || latest < end + millis(GRACE) {
-                return Err(format!("the lease {id} until {until}, {end} is ended at {now}, {latest}"));
+                return Err(format!(
+                    "the lease {id}, valid until {until} and by cluster time until {end}, was taken at {now}, cluster time {latest}"
+                ));
             }
         }
     }
     Ok(())
 }
 
-/// Fails if a rule was done in a partition before each of the others had registered it: its backfill has begun too early.
-fn all_partitions_know_what_is_done(model: &Model, state: &str) -> Result<(), String> {
-    let rules = model.timed(state, RULES, "backfill");
-    let mut partitions: BTreeMap<(&str, u32), Vec<&Timed>> = BTreeMap::new();
-    for (id, values) in rules.values() {
-        partitions.entry((part(id, "rule"), of(part(id, "deployment")))).or_default().push(values);
-    }
-    for ((rule, of), known) in partitions {
-        let is_done = |value: &Option<Bson>| value.as_ref().and_then(Bson::as_str) == Some("done");
-        let times = known.iter().flat_map(|values| values.iter().filter(|(_, value)| is_done(value)));
-        for time in times.map(|(time, _)| *time) {
-            let is_known = |values: &&&Timed| {
-                values.iter().rev().find(|(at, _)| *at <= time).is_some_and(|(_, value)| value.is_some())
-            };
-            let count = known.iter().filter(is_known).count();
-            if count < of as usize {
-                return Err(format!("`{rule}` is done at {time} while {count} of {of} partitions know it"));
+impl Recorded {
+    /// Fails if a backfill ended in one partition before all partitions had registered the rule.
+    fn backfills_wait_for_all_partitions(&self) -> Result<(), String> {
+        let mut partitions: BTreeMap<(&str, u32), Vec<&FieldHistory>> = BTreeMap::new();
+        for (id, values) in self.rules.values() {
+            let of = partitions_of(id_field(id, "deployment"));
+            partitions.entry((id_field(id, "rule"), of)).or_default().push(values);
+        }
+        for ((rule, of), records) in partitions {
+            let is_done = |value: &Option<Bson>| value.as_ref().and_then(Bson::as_str) == Some("done");
+            let times = records.iter().flat_map(|values| values.iter().filter(|(_, value)| is_done(value)));
+            for time in times.map(|(time, _)| *time) {
+                let is_registered = |values: &&&FieldHistory| {
+                    values.iter().rev().find(|(at, _)| *at <= time).is_some_and(|(_, value)| value.is_some())
+                };
+                let count = records.iter().filter(is_registered).count();
+                if count < of as usize {
+                    return Err(format!(
+                        "`{rule}` is done at {time}, but only {count} of {of} partitions have registered it"
+                    ));
+                }
             }
         }
+        Ok(())
     }
-    Ok(())
-}
 
-/// Fails if a new partition begins after the checkpoint of an old one.
-fn no_position_passes_another(model: &Model, state: &str, repartition: &Repartition) -> Result<(), String> {
-    let Repartition { time, from, to } = *repartition;
-    let histories = model.timed(state, POSITIONS, "time");
-    let of_number = |number: u32| histories.values().filter(move |(id, _)| of(part(id, "deployment")) == number);
-    for (id, values) in of_number(to) {
-        let Some(begin) = set_at(values, time).and_then(Bson::as_timestamp) else { continue };
-        let same = of_number(from).filter(|(old, _)| part(old, "stream") == part(id, "stream"));
-        let earliest = same.filter_map(|(_, values)| before(values, time)?.as_timestamp()).min();
-        if earliest.is_none_or(|earliest| begin > earliest) {
-            return Err(format!("{id} begins at {begin}, and an old partition was at {earliest:?}"));
-        }
-    }
-    Ok(())
-}
-
-/// Fails if a rule is done in the new partitions although an old one had a fan-out to do, or did not know the rule.
-fn no_open_rule_is_done(model: &Model, state: &str, repartition: &Repartition) -> Result<(), String> {
-    let Repartition { time, from, to } = *repartition;
-    let is_old = |id: &Bson, values: &Timed| of(part(id, "deployment")) == from && before(values, time).is_some();
-    let jobs = model.timed(state, fan_out::COLLECTION, "term");
-    // Without a term, it is a late one of the weather, and may have come during the change.
-    let has_term = |values: &Timed| before(values, time).and_then(Bson::as_i64).is_some_and(|term| term > 0);
-    let is_open = |(id, values): &&(Bson, Timed)| is_old(id, values) && has_term(values);
-    let open: BTreeSet<&str> = jobs.values().filter(is_open).map(|(id, _)| part(id, "rule")).collect();
-    let rules = model.timed(state, RULES, "backfill");
-    for (id, values) in rules.values().filter(|(id, _)| of(part(id, "deployment")) == to) {
-        let rule = part(id, "rule");
-        let known = rules.values().filter(|(old, values)| part(old, "rule") == rule && is_old(old, values)).count();
-        let is_open = open.contains(rule) || known < from as usize;
-        if is_open && set_at(values, time).and_then(Bson::as_str) == Some("done") {
-            return Err(format!("{id} is done, and {known} of {from} partitions knew it; open: {open:?}"));
-        }
-    }
-    Ok(())
-}
-
-/// Fails if a new partition owns a member of a circle, and has no dead letter of it.
-fn circles_concern_all_owners(model: &Model, state: &str, repartition: &Repartition) -> Result<(), String> {
-    let Repartition { time, from, to } = *repartition;
-    let letters = model.timed(state, dead_letter::COLLECTION, "circle");
-    let key = |id: &Bson| -> Option<Key> { Some(loaded(id.as_document()?.get_array("key").ok()?)) };
-    for (id, values) in letters.values().filter(|(id, _)| of(part(id, "deployment")) == from) {
-        let Some(circle) = before(values, time).and_then(Bson::as_array) else { continue };
-        let rule = part(id, "rule");
-        let members: Vec<Key> = circle.iter().filter_map(Bson::as_array).map(|key| loaded(key)).collect();
-        for partition in Partition::all(to).filter(|one| members.iter().any(|member| one.owns(rule, member))) {
-            // The name of a deployment has no `#`.
-            let deployment = partition.id(part(id, "deployment").split('#').next().unwrap_or_default());
-            let is_same = |(other, values): &&(Bson, Timed)| {
-                set_at(values, time).is_some()
-                    && (part(other, "deployment"), part(other, "rule")) == (deployment.as_str(), rule)
-                    && key(other) == key(id)
-            };
-            if !letters.values().any(|letter| is_same(&letter)) {
-                return Err(format!("{deployment} has no dead letter of {circle:?} for `{rule}`"));
+    /// Fails if a new partition starts after the checkpoint of an old one.
+    fn new_partitions_skip_nothing(&self, Repartitioning { time, from, to }: Repartitioning) -> Result<(), String> {
+        let of_number = |number| {
+            let positions = self.positions.values();
+            positions.filter(move |(id, _)| partitions_of(id_field(id, "deployment")) == number)
+        };
+        for (id, values) in of_number(to) {
+            let Some(start) = set_at(values, time).and_then(Bson::as_timestamp) else { continue };
+            let same = of_number(from).filter(|(old, _)| id_field(old, "stream") == id_field(id, "stream"));
+            let earliest = same.filter_map(|(_, values)| before(values, time)?.as_timestamp()).min();
+            if earliest.is_none_or(|earliest| start > earliest) {
+                return Err(format!("{id} starts at {start}, and an old partition was at {earliest:?}"));
             }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// Fails if a rule counts as done in the new partitions although an old partition had an open fan-out job for it, or had not
+    /// registered it.
+    fn open_work_is_repeated(&self, Repartitioning { time, from, to }: Repartitioning) -> Result<(), String> {
+        let is_of = |id: &Bson, number| partitions_of(id_field(id, "deployment")) == number;
+        let is_open = |(id, values): &&(Bson, FieldHistory)| is_of(id, from) && read_before(values, time).is_some();
+        let open: BTreeSet<&str> = self.fan_outs.values().filter(is_open).map(|(id, _)| id_field(id, "rule")).collect();
+        for (id, values) in self.rules.values().filter(|(id, _)| is_of(id, to)) {
+            let rule = id_field(id, "rule");
+            let old = self.rules.values().filter(|(old, values)| {
+                id_field(old, "rule") == rule && is_of(old, from) && before(values, time).is_some()
+            });
+            let known = old.count();
+            let has_more = open.contains(rule) || known < from as usize;
+            if has_more && set_at(values, time).and_then(Bson::as_str) == Some("done") {
+                return Err(format!("{id} is done, and {known} of {from} partitions knew it; open: {open:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails if a new partition owns a member of a circle and has no dead letter for that circle.
+    fn circles_concern_all_owners(&self, Repartitioning { time, from, to }: Repartitioning) -> Result<(), String> {
+        let key = |id: &Bson| -> Option<Key> { Some(loaded(id.as_document()?.get_array("key").ok()?)) };
+        for (id, values) in self.circles.values() {
+            let deployment = id_field(id, "deployment");
+            let Some(circle) = read_before(values, time).and_then(Bson::as_array) else { continue };
+            if partitions_of(deployment) != from {
+                continue;
+            }
+            let rule = id_field(id, "rule");
+            let members: Vec<Key> = circle.iter().filter_map(Bson::as_array).map(|key| loaded(key)).collect();
+            for partition in Partition::all(to).filter(|one| members.iter().any(|member| one.owns(rule, member))) {
+                // The name of a deployment has no `#`.
+                let new = partition.id(deployment.split('#').next().unwrap_or_default());
+                let is_same = |(other, values): &(Bson, FieldHistory)| {
+                    set_at(values, time).is_some()
+                        && (id_field(other, "deployment"), id_field(other, "rule")) == (new.as_str(), rule)
+                        && key(other) == key(id)
+                };
+                if !self.circles.values().any(is_same) {
+                    return Err(format!("{new} has no dead letter of {circle:?} for `{rule}`"));
+                }
+            }
+        }
+        Ok(())
+    }
 }

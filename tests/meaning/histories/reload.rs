@@ -11,9 +11,9 @@ pub fn is_on() -> bool {
     std::env::var_os("DENORMD_RELOADS").is_some_and(|value| value == "1")
 }
 
-/// True for a world whose `once` rules keep that in the other config, by its seed. There the application fills their values, too.
+/// True for a world, by its seed, whose `once` rules stay `once` in the other config. Only there the application fills their values, too.
 pub fn keeps_once(seed: u64) -> bool {
-    (seed / 8).is_multiple_of(2)
+    StdRng::seed_from_u64(seed ^ 0x6f6e_6365).random_bool(0.5)
 }
 
 /// These rules in another config.
@@ -33,13 +33,13 @@ pub fn changed(seed: u64, rules: &[Document]) -> Vec<Document> {
         Some(rule)
     };
     let mut next: Vec<Document> = rules.iter().filter_map(change).collect();
-    part_creators(seed, rules, &mut next);
+    keep_one_creator(seed, rules, &mut next);
     next
 }
 
-/// In half of the worlds where two rules create the same documents, one of them leaves, and the other one stays as it is: its
-/// backfill would hide what the first one leaves behind.
-fn part_creators(seed: u64, rules: &[Document], next: &mut Vec<Document>) {
+/// In half of the worlds in which two rules create the same documents, only one of them is in the other config, unchanged: if its
+/// definition changed, its backfill would hide what the other rule leaves behind.
+fn keep_one_creator(seed: u64, rules: &[Document], next: &mut Vec<Document>) {
     let mut random = StdRng::seed_from_u64(seed ^ 0x6c65_6166);
     let creates = |rule: &Document| {
         let target = rule.get_document("aggregate").and_then(|body| body.get_document("target"));

@@ -27,9 +27,9 @@ use super::instance::Instance;
 
 /// The longest time to wait for leases that replace deleted ones.
 const UNTIL_TAKEN: Duration = Duration::from_secs(3);
-/// Faults that strike more rarely than the others unless they are favoured: after them, everything is compared again.
+/// Faults that strike less often than the others unless they are favoured, because everything is compared again after them.
 const RARE: [Fault; 2] = [Fault::OplogExpired, Fault::CheckpointsDeleted];
-/// The number of additional chances of a favoured fault.
+/// Number of additional entries of a favoured fault in the draw.
 const FAVOURED: usize = 6;
 
 /// A kind of fault.
@@ -51,8 +51,10 @@ pub enum Fault {
     OplogExpired,
     /// Somebody deletes the leases, a few times.
     LeasesDeleted,
-    /// The state, or a part of it, is marked with a later term, as by another leader; or the record of a fan-out arrives late.
+    /// All or part of the state is marked with a later term, as by another leader.
     StateMarked,
+    /// The record of a fan-out job arrives late.
+    FanOutRecordedLate,
     DaemonKilled,
     /// A daemon is killed, and somebody deletes the checkpoints.
     CheckpointsDeleted,
@@ -67,7 +69,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    pub const CLUSTER: [Self; 9] = [
+    pub const CLUSTER: [Self; 10] = [
         Self::Commands,
         Self::Election,
         Self::StaleMajority,
@@ -77,6 +79,7 @@ impl Fault {
         Self::OplogExpired,
         Self::LeasesDeleted,
         Self::StateMarked,
+        Self::FanOutRecordedLate,
     ];
     pub const DAEMONS: [Self; 6] = [
         Self::DaemonKilled,
@@ -92,7 +95,8 @@ impl Fault {
     }
 }
 
-/// In half of the runs, two of these faults strike far more often than the others, and meet each other and what they leave behind.
+/// The faults that strike far more often than the others: two of them in half of the runs. So they overlap with their own
+/// after-effects.
 fn favoured(seed: u64, kinds: &[Fault]) -> Vec<Fault> {
     let mut random = StdRng::seed_from_u64(seed ^ 0x6661_766f);
     if random.random_bool(0.5) { kinds.choose_multiple(&mut random, 2).copied().collect() } else { Vec::new() }
@@ -124,10 +128,10 @@ pub struct Weather {
     model: Model,
     random: StdRng,
     kinds: Vec<Fault>,
-    /// Those that strike more rarely than the others.
-    rare: Vec<Fault>,
-    /// Draws the forms of a fault, apart from everything else: other draws of a seed stay as they were.
-    forms: StdRng,
+    /// Those of them that strike far more often than the others.
+    favoured: Vec<Fault>,
+    /// Draws the variant of a fault. A generator of its own leaves the other draws of a seed unchanged.
+    variants: StdRng,
     primary: usize,
     /// The most by which the clock of a primary is wrong, in milliseconds.
     skew: i64,
@@ -157,8 +161,8 @@ impl Weather {
             random,
             struck,
             kinds: kinds.iter().copied().chain(again).collect(),
-            rare: RARE.into_iter().filter(|kind| !favoured.contains(kind)).collect(),
-            forms: StdRng::seed_from_u64(seed ^ 0x666f_726d),
+            favoured,
+            variants: StdRng::seed_from_u64(seed ^ 0x666f_726d),
             primary: 0,
             operator: (Server::new(test.client.clone()), test.beside("state").name().to_owned()),
             rules: Vec::new(),
@@ -170,7 +174,7 @@ impl Weather {
         while !over.load(Ordering::Relaxed) {
             self.pause(50..400).await;
             let Some(fault) = self.kinds.choose(&mut self.random).copied() else { continue };
-            if self.rare.contains(&fault) && self.random.random_range(0..4) > 0 {
+            if RARE.contains(&fault) && !self.favoured.contains(&fault) && self.random.random_range(0..4) > 0 {
                 continue;
             }
             trace.add(format_args!("{fault:?} begins"));
@@ -218,7 +222,7 @@ impl Weather {
                 self.pause(50..500).await;
                 self.election(trace).await;
             }
-            // Again and again: one of these moments may be in the middle of a transaction.
+            // Several times: one of them may fall into the middle of a transaction.
             Fault::StreamsKilled => {
                 for _ in 0..self.random.random_range(1..=8) {
                     self.model.kill_streams();
@@ -228,6 +232,7 @@ impl Weather {
             Fault::OplogExpired => self.model.shorten_oplog(),
             Fault::LeasesDeleted => return Ok(self.delete_leases().await),
             Fault::StateMarked => return Ok(self.mark_state().await),
+            Fault::FanOutRecordedLate => return Ok(self.insert_late_fan_out().await),
             Fault::DaemonKilled | Fault::CheckpointsDeleted => {
                 let nth = daemon(&mut self.random);
                 let mut has_struck = daemons[nth].kill()?;
@@ -340,13 +345,11 @@ impl Weather {
         self.model.run(delete).await.get_i32("n").is_ok_and(|deleted| deleted > 0)
     }
 
-    /// Marks the state, or a part of it, with the term after that of its leader, or records a fan-out late. Returns false if there
-    /// is no state yet.
+    /// Writes the term after the leader's into all or part of the state. Returns false if there is no state yet.
     async fn mark_state(&mut self) -> bool {
-        let collections: &[&str] = match self.forms.random_range(0..6) {
-            0 => return self.record_fan_out().await,
-            1..=2 => &[RULES],
-            3 => &[POSITIONS],
+        let collections: &[&str] = match self.variants.random_range(0..5) {
+            0..=1 => &[RULES],
+            2 => &[POSITIONS],
             _ => &[POSITIONS, RULES],
         };
         let (_, database) = &self.operator;
@@ -359,17 +362,17 @@ impl Weather {
         marked > 0
     }
 
-    /// Records a fan-out as a delayed write does, after the job in its stead was done. No document has its key. Returns false if no
-    /// partition has registered the rule.
-    async fn record_fan_out(&mut self) -> bool {
+    /// Inserts the record of a fan-out job as a delayed write would, after the job itself is done. The job has no targets: no document
+    /// has its key. Returns false if no partition has registered the rule.
+    async fn insert_late_fan_out(&mut self) -> bool {
         let (_, database) = &self.operator;
         let find = doc! {"find": RULES, "filter": {"_id.rule": "marker"}, "sort": {"_id": 1}, "$db": database};
         let reply = self.model.run(find).await;
         let records = reply.get_document("cursor").and_then(|cursor| cursor.get_array("firstBatch"));
         let ids = records.into_iter().flatten().filter_map(|record| record.as_document()?.get_document("_id").ok());
         let ids: Vec<&Document> = ids.collect();
-        let Some(id) = ids.choose(&mut self.forms) else { return false };
-        let request = ObjectId::from_bytes(self.forms.random());
+        let Some(id) = ids.choose(&mut self.variants) else { return false };
+        let request = ObjectId::from_bytes(self.variants.random());
         let mut id = (*id).clone();
         id.extend(doc! {"task": "Value", "key": [request.to_hex()]});
         let job = doc! {"_id": id, "wish": request, "after": [], "term": 0_i64};
@@ -377,16 +380,12 @@ impl Weather {
         reply.get_i32("n").is_ok_and(|inserted| inserted > 0)
     }
 
-    fn is_favoured(&self, fault: Fault) -> bool {
-        self.kinds.iter().filter(|kind| **kind == fault).count() > 1
-    }
-
     fn rates(&mut self) -> Faults {
         let mut rate = |most: u32| if self.random.random() { self.random.random_range(0..most) } else { 0 };
         let (refused, cut_off, answer_lost, unconfirmed) = (rate(100), rate(50), rate(50), rate(100));
         let (delayed, cursors) = (rate(100), rate(100));
-        // Where commands fail often, many of them are late, and others overtake them.
-        let delayed = if self.is_favoured(Fault::Commands) { delayed + 200 } else { delayed };
+        // If command faults are favoured, many commands are delayed and others overtake them.
+        let delayed = if self.favoured.contains(&Fault::Commands) { delayed + 200 } else { delayed };
         // After ten seconds a daemon no longer waits for a write of its state.
         let longest = match self.random.random_range(0..8) {
             0 => 15_000,

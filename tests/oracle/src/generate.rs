@@ -45,7 +45,7 @@ pub struct Options {
     pub destroy: bool,
     /// `once: true`.
     pub once: bool,
-    /// Users fill the values of `once` rules as well.
+    /// The application also fills the values of `once` rules.
     pub fills_once: bool,
     /// A composite match with one entry outside the array of the others.
     pub mixed_composite: bool,
@@ -137,7 +137,7 @@ pub struct Generator {
     created_key: Option<Document>,
     /// The paths that they own.
     created_paths: Vec<String>,
-    /// The collections of their sources.
+    /// The source collections of these rules.
     created_sources: BTreeSet<String>,
     /// Draws `touch` and values at its paths, paths in elements and beside the array, and arrays on both sides, in the
     /// same way.
@@ -148,21 +148,21 @@ pub struct Generator {
     is_shared: bool,
     /// Draws rare values, in the same way.
     rare: StdRng,
-    /// Draws crowded worlds, and more of some combinations, in the same way.
+    /// Draws crowded worlds and what is more frequent in them, in the same way.
     crowd: StdRng,
     /// True if nearly all references are to one of two keys.
     is_crowded: bool,
-    /// Draws what is frequent in this world, and what was added with that, in the same way.
-    more: StdRng,
-    /// The share of operations on a known document that are for the first one of its collection.
+    /// Draws the frequencies of this world, in the same way.
+    frequencies: StdRng,
+    /// Share of operations on known documents that change the first document of the collection.
     hot: f64,
-    /// The share of MinKey, MaxKey and null among the keys, in a world that has them.
+    /// Share of MinKey, MaxKey and null among the keys of a world with [`Odd::EdgeIds`].
     edges: f64,
-    /// The share of operations that write what rules own, beside those in updates.
+    /// Share of operations that write owned fields, in addition to those among the updates.
     drift: f64,
     /// Number of different `_id`s in the tree.
     tree_ids: i32,
-    /// The form of all references in the target of the echoes, where the stream may leave out updates.
+    /// The shape of all references in the collection that echoes change, in worlds whose stream may leave out updates.
     echoed: Option<Shape>,
     /// Numbers of this world whose sum depends on their order.
     numbers: Vec<Bson>,
@@ -253,7 +253,7 @@ impl Generator {
             rare: StdRng::seed_from_u64(seed ^ 0x7261_7265),
             crowd: StdRng::seed_from_u64(seed ^ 0x6372_6f77),
             is_crowded: false,
-            more: StdRng::seed_from_u64(seed ^ 0x6d6f_7265),
+            frequencies: StdRng::seed_from_u64(seed ^ 0x6d6f_7265),
             hot: 0.0,
             edges: 0.2,
             drift: 0.0,
@@ -300,9 +300,9 @@ impl Generator {
         generator
     }
 
-    /// Draws what is frequent in this world: some mistakes show only where rare things meet.
+    /// Draws the frequencies of this world: some bugs show only where rare things coincide.
     fn draw_frequent(&mut self) {
-        let random = &mut self.more;
+        let random = &mut self.frequencies;
         self.hot = if random.random_bool(0.25) { 0.8 } else { 0.0 };
         self.edges = if random.random_bool(0.3) { 0.5 } else { 0.2 };
         self.tree_ids = if random.random_bool(0.3) { 4 } else { tree::IDS };
@@ -633,7 +633,7 @@ impl Generator {
 
     /// Gives some copies values for targets without a source.
     fn draw_otherwise(&mut self, body: &mut Document) {
-        // A target without a reference must not get the values of a source whose key is MinKey.
+        // So that a target without a reference could wrongly get the values of a source whose key is MinKey.
         let more = self.has(Odd::EdgeIds) && self.crowd.random_bool(0.4);
         let has_policy = body.contains_key("on_missing") || body.contains_key("once");
         if has_policy || (self.variables.random_bool(0.7) && !more) {
@@ -860,16 +860,16 @@ impl Generator {
         }
     }
 
-    /// Sometimes a write of what a rule owns.
+    /// Sometimes an update of an owned field.
     fn draw_drift(&mut self) -> Option<Op> {
-        if !self.more.random_bool(self.drift) {
+        if !self.frequencies.random_bool(self.drift) {
             return None;
         }
-        let scenario = self.scenarios.choose(&mut self.more)?;
+        let scenario = self.scenarios.choose(&mut self.frequencies)?;
         let coll = self.collections[scenario.target].clone();
-        let path = scenario.outputs.choose(&mut self.more)?.clone();
-        let filter = doc! {"_id": self.model.get(&coll)?.choose(&mut self.more)?.get("_id").cloned()};
-        let update = if self.more.random_bool(0.5) {
+        let path = scenario.outputs.choose(&mut self.frequencies)?.clone();
+        let filter = doc! {"_id": self.model.get(&coll)?.choose(&mut self.frequencies)?.get("_id").cloned()};
+        let update = if self.frequencies.random_bool(0.5) {
             doc! {"$set": {path: "drift"}}
         } else {
             doc! {"$unset": {path: ""}}

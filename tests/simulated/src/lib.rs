@@ -25,7 +25,7 @@ mod wire;
 mod write;
 
 pub use faults::Faults;
-pub use oplog::Timed;
+pub use oplog::FieldHistory;
 pub use record::Write;
 pub use replication::Held;
 pub use replies::{Failure, UNKNOWN};

@@ -9,8 +9,8 @@ use crate::{
     state::{Meta, Model, State},
 };
 
-/// The values of a field, each with the cluster time of the change that set it.
-pub type Timed = Vec<(Timestamp, Option<Bson>)>;
+/// The values of a field, each with the cluster time of the change after which it held.
+pub type FieldHistory = Vec<(Timestamp, Option<Bson>)>;
 
 /// One change.
 #[derive(Debug, Clone)]
@@ -98,15 +98,20 @@ impl Model {
     /// the document was deleted or lacks the field.
     #[must_use]
     pub fn values(&self, database: &str, collection: &str, field: &str) -> BTreeMap<String, Vec<Option<Bson>>> {
-        let timed = self.timed(database, collection, field).into_iter();
-        timed.map(|(id, (_, values))| (id, values.into_iter().map(|(_, value)| value).collect())).collect()
+        let histories = self.field_histories(database, collection, field).into_iter();
+        histories.map(|(id, (_, values))| (id, values.into_iter().map(|(_, value)| value).collect())).collect()
     }
 
-    /// The same with the `_id` itself, and with the cluster time of each change.
+    /// The history of a top-level field in each document, by `_id` as text, with the `_id` itself.
     #[must_use]
-    pub fn timed(&self, database: &str, collection: &str, field: &str) -> BTreeMap<String, (Bson, Timed)> {
+    pub fn field_histories(
+        &self,
+        database: &str,
+        collection: &str,
+        field: &str,
+    ) -> BTreeMap<String, (Bson, FieldHistory)> {
         let state = self.state();
-        let mut values: BTreeMap<String, (Bson, Timed)> = BTreeMap::new();
+        let mut values: BTreeMap<String, (Bson, FieldHistory)> = BTreeMap::new();
         for entry in &state.oplog[..state.committed_length()] {
             let Some(id) = entry.id().filter(|_| entry.database == database && entry.collection == collection) else {
                 continue;

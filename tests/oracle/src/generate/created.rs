@@ -34,8 +34,8 @@ impl Generator {
         let nested = self.created.random_bool(0.5);
         let count = if self.created.random_bool(0.5) { 2 } else { 1 };
         let used = self.used();
-        // Drawn in any case: other draws of a seed stay as they were.
-        let is_copied = self.more.random_bool(0.5);
+        // The key above is drawn in any case: other draws of a seed stay as they were.
+        let is_copied = self.frequencies.random_bool(0.5);
         let key = if is_copied {
             doc! {"_id": "code"}
         } else {
@@ -73,19 +73,21 @@ impl Generator {
 
     /// A rule that copies a value of the created documents.
     fn draw_copy_of_created(&mut self, created: &str, used: &[String]) {
-        let (Some(path), Some(target)) = (self.created_paths.first(), used.choose(&mut self.more)) else { return };
+        let (Some(path), Some(target)) = (self.created_paths.first(), used.choose(&mut self.frequencies)) else {
+            return;
+        };
         let set = doc! {"shown": format!("${path}")};
         let body = doc! {"source": created, "target": target, "match": {"code": "_id"}, "set": set};
         let mut rule = doc! {"name": format!("{}shown", self.options.prefix), "copy": body};
         if self.options.write_owned {
-            rule.insert("guard", if self.more.random_bool(0.5) { "watch" } else { "audit" });
+            rule.insert("guard", if self.frequencies.random_bool(0.5) { "watch" } else { "audit" });
         }
         self.rules.push(rule);
     }
 
     fn draw_created_value(&mut self) -> Document {
-        // Its source keeps the document, although the rule cannot write it.
-        if self.has(Odd::Failing) && self.more.random_bool(0.4) {
+        // The rule cannot write such a document. It must not delete the document either, because the source still exists.
+        if self.has(Odd::Failing) && self.frequencies.random_bool(0.4) {
             return doc! {"$max": {"$concat": ["$name", "!"]}};
         }
         match self.created.random_range(0..7) {

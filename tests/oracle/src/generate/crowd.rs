@@ -10,7 +10,7 @@ use crate::Op;
 /// The `_id`s of the first documents of each collection.
 pub(super) const IDS: [i32; 2] = [1, 2];
 
-/// A reference or a code. A query for one of the keys finds the array of both, which matches nothing.
+/// A reference or a code: 1, 2, or an array of both. A query for 1 finds the array, but the array matches no key.
 pub(super) fn key(rng: &mut StdRng) -> Bson {
     pick(rng, &[bson!(1), bson!(1), bson!(1), bson!(1), bson!(1.0), bson!(2), bson!(2), bson!([2, 1])])
 }
@@ -27,7 +27,7 @@ impl Generator {
         self.is_crowded && self.crowd.random_bool(probability)
     }
 
-    /// The form of a rule's references: often one whose keys share reads and statements.
+    /// The direction and shape of a rule's references: often one with which keys share reads and statements.
     pub(super) fn draw_crowded_form(&mut self, kind: Kind, held_by: Held, shape: Shape) -> (Held, Shape) {
         match (kind, self.crowd.random_range(0..10)) {
             (Kind::Set, 0..=5) => (Held::Target, Shape::Scalar),
@@ -37,7 +37,7 @@ impl Generator {
         }
     }
 
-    /// In a crowded world, often an update of what many targets copy. The zeros are equal and not the same.
+    /// In a crowded world, often an update of a value that many targets copy. 0.0 and -0.0 are equal but not identical.
     pub(super) fn draw_crowded_op(&mut self) -> Option<Op> {
         if !self.crowds(0.35) {
             return None;

@@ -51,10 +51,10 @@ impl Generator {
         document
     }
 
-    /// Gives a first document some values that a first backfill overwrites.
+    /// Gives a first document stale values in owned fields: the first backfill overwrites them.
     pub(super) fn draw_overwritten(&mut self, coll: &str, document: &mut Document) {
         for scenario in self.owners(coll) {
-            let Some(path) = scenario.outputs.first().filter(|_| self.more.random_bool(0.3)) else { continue };
+            let Some(path) = scenario.outputs.first().filter(|_| self.frequencies.random_bool(0.3)) else { continue };
             let (field, value) = match path.split_once('.') {
                 Some((field, below)) => (field, Bson::from(doc! {below: "stale", "mine": 1})),
                 None => (path.as_str(), Bson::from("stale")),
@@ -95,9 +95,9 @@ impl Generator {
         if scenario.shape.is_array() {
             let count = self.rng.random_range(0..=4);
             let mut elements: Vec<Bson> = (0..count).map(|_| self.draw_reference(scenario)).collect();
-            if self.options.wrong_shapes && scenario.held_by == Held::Source && self.more.random_bool(0.05) {
-                let around = elements.iter().find_map(|element| scenario.shape.around(element));
-                elements.extend(around);
+            if self.options.wrong_shapes && scenario.held_by == Held::Source && self.frequencies.random_bool(0.05) {
+                let misplaced = elements.iter().find_map(|element| scenario.shape.misplaced(element));
+                elements.extend(misplaced);
             }
             Bson::Array(elements)
         } else {
@@ -142,9 +142,9 @@ impl Generator {
                 element.insert(format!("o{number}{}", if into { "" } else { "_0" }), "stale");
             }
         }
-        // A document may be changed from inside.
-        if self.echoed == Some(Shape::Scalar) && scenario.shape == Shape::Scalar && self.more.random_bool(0.2) {
-            return bson!({"k": self::key(&mut self.more)});
+        // A document in place of a key: an update can change a field inside it.
+        if self.echoed == Some(Shape::Scalar) && scenario.shape == Shape::Scalar && self.frequencies.random_bool(0.2) {
+            return bson!({"k": self::key(&mut self.frequencies)});
         }
         // An element that is no document refers to nothing, and has no room for values.
         if self.options.wrong_shapes && scenario.shape.is_array() && self.rare.random_bool(0.05) {
@@ -162,7 +162,7 @@ impl Generator {
         };
         // Changes of one document in quick succession: the first ones are still being applied when the others come.
         let first = self.model.get(coll).and_then(|documents| documents.first()?.get("_id").cloned());
-        first.filter(|_| self.more.random_bool(self.hot)).unwrap_or(usual)
+        first.filter(|_| self.frequencies.random_bool(self.hot)).unwrap_or(usual)
     }
 
     pub(super) fn draw_update(&mut self, coll: &str, filter: &Document) -> Document {
@@ -210,15 +210,15 @@ impl Generator {
         }
     }
 
-    /// Sometimes a path of a rule that only fills it: the application may fill it as well.
+    /// Sometimes an owned path of a `once` rule: the application may fill it before the rule does.
     fn draw_once_path(&mut self, owners: &[Scenario]) -> Option<String> {
         let fills = |owner: &&Scenario| {
             self.options.fills_once
                 && self.rules.get(owner.number).is_some_and(|rule| rule.to_string().contains("\"once\": true"))
         };
         let paths: Vec<String> = owners.iter().filter(fills).flat_map(|owner| owner.outputs.clone()).collect();
-        let path = paths.choose(&mut self.more).cloned()?;
-        self.more.random_bool(0.2).then_some(path)
+        let path = paths.choose(&mut self.frequencies).cloned()?;
+        self.frequencies.random_bool(0.2).then_some(path)
     }
 
     /// Adds, removes, moves or changes references.
@@ -325,7 +325,7 @@ fn scalar(rng: &mut StdRng) -> Bson {
     )
 }
 
-/// Numbers of one of these kinds: the first three have a sum that depends on the order, and the others are none. More than 2^57
+/// The numbers of a world: of one of the first three kinds, whose sum depends on the order, or none. More than 2^57
 /// would exceed a long where the daemon multiplies a number by the count of its sources, and the simulated server does not decide
 /// that.
 pub(super) fn numbers(rng: &mut StdRng, kinds: i32) -> Vec<Bson> {

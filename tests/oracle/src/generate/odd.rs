@@ -36,7 +36,7 @@ pub enum Odd {
 /// Stands for three bytes that are not UTF-8: worlds in memory only have valid strings.
 pub const NOT_UTF8: char = '\u{F8FF}';
 
-/// The collection that echoes are written to, by its place.
+/// Index of the collection that echoes change.
 pub(super) const ECHOED: usize = 3;
 
 impl Odd {
@@ -116,15 +116,15 @@ impl Generator {
         }
     }
 
-    /// Draws the form of the references that echoes change, in half of the worlds with echoes: the stream leaves out updates only
-    /// where all rules of a collection allow that.
+    /// Draws one shape for all references that echoes change, in half of the worlds with echoes: the stream leaves out updates only if
+    /// all rules of a collection allow it.
     pub(super) fn draw_echoed(&mut self) -> Option<Shape> {
-        let is_plain = self.more.random_bool(0.5);
+        let is_plain = self.frequencies.random_bool(0.5);
         let shapes = [Shape::Scalar, Shape::Scalar, Shape::Ids, Shape::Elements];
-        shapes.choose(&mut self.more).copied().filter(|_| is_plain && self.has(Odd::Echo))
+        shapes.choose(&mut self.frequencies).copied().filter(|_| is_plain && self.has(Odd::Echo))
     }
 
-    /// True for the target of the echoes, if its rules are to be plain.
+    /// True for the collection that echoes change, if all its references have one shape.
     pub(super) fn is_echoed(&self, collection: usize) -> bool {
         self.echoed.is_some() && collection == ECHOED
     }

@@ -109,8 +109,9 @@ impl Shape {
         })
     }
 
-    /// An array in place of an element, with a value of this element where there would be another array. It refers to nothing.
-    pub(super) fn around(self, element: &Bson) -> Option<Bson> {
+    /// An array in place of an element; it contains a value of this element where a document would have another array. It refers to
+    /// nothing.
+    pub(super) fn misplaced(self, element: &Bson) -> Option<Bson> {
         let name = match self {
             Self::Nested => "b",
             Self::NestedIds => "ids",

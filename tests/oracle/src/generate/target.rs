@@ -13,8 +13,8 @@ impl Generator {
         let nested = scenario.shape.key_paths("").iter().any(|path| path.matches("$[]").count() > 1);
         let held = scenario.held_by == Held::Target && scenario.shape.is_array();
         let more = (self.is_crowded || self.has(Odd::EdgeIds)) && self.crowd.random_bool(0.3);
-        let is_refused = removes || body.contains_key("once") || (inside && nested) || self.is_echoed(scenario.target);
-        if is_refused || (self.targets.random_bool(0.7) && !more) {
+        let is_excluded = removes || body.contains_key("once") || (inside && nested) || self.is_echoed(scenario.target);
+        if is_excluded || (self.targets.random_bool(0.7) && !more) {
             return;
         }
         let element = held && !nested && (inside || scenario.kind == Kind::Into);
@@ -65,7 +65,7 @@ impl Generator {
                 _ if key[0] == "otherwise" => path,
                 _ if whole => vec![Bson::from("$$ROOT"), path].into(),
                 0 => path,
-                // Without an operator, sources whose key is an array are not left out before their values are computed.
+                // In a crowded world without an operator: then values are computed even from sources whose key is an array.
                 1 if !self.is_crowded => doc! {"$ifNull": [path, "$name"]}.into(),
                 2 if !self.is_crowded => {
                     doc! {"id": "$_id", "same": {"$eq": ["$label", path.clone()]}, "mine": path}.into()

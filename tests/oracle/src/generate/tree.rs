@@ -6,7 +6,7 @@ use rand::{Rng, seq::IndexedRandom};
 use super::Generator;
 use crate::Op;
 
-/// Number of different `_id`s in most trees. Few of them meet often.
+/// Number of different `_id`s in most trees. It is small, so that operations often concern the same documents.
 pub(super) const IDS: i32 = 9;
 
 impl Generator {
