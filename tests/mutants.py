@@ -250,8 +250,9 @@ def main():
     logs = PROJECT / "target/mutants/logs"
     logs.mkdir(parents=True, exist_ok=True)
     together = planted_together(everything, originals, copy, env, logs)
-    # One server for all tests of a run, as `make test` has it.
-    subprocess.run([CARGO, "build", "--quiet", *FLAGS, "--bin", "denormd-fixture"], cwd=copy, env=env, check=True)
+    if not given.simulate:
+        # One server for all tests of a run, as `make test` has it.
+        subprocess.run([CARGO, "build", "--quiet", *FLAGS, "--bin", "denormd-fixture"], cwd=copy, env=env, check=True)
     # Without a bug, the first turn of the simulations is enough: `make simulate` runs more.
     first = simulated(mutants[0], TURNS[0]) if given.simulate else None
     if not given.skip_unplanted and not unplanted([first] if first else mutants, copy, env, logs):

@@ -1,5 +1,5 @@
-//! `BEFORE=PROGRAM`: another build of denormd and this one do the same work in turn, each on a fresh database, and the figures
-//! of each pair are compared. Which of the two is first alternates.
+//! `BEFORE=PROGRAM`: another build of denormd and this one do the same work in turn, and the figures of each pair are compared. Each
+//! measurement has a fresh database, but for those among many rules. Which of the two is first alternates.
 
 use std::path::{Path, PathBuf};
 
@@ -8,8 +8,10 @@ use denormd_show::{
     print::{bold, dim, heading},
 };
 
+use mongodb::Database;
+
 use crate::{
-    bench::{Bench, Cost},
+    bench::{Bench, Cost, Running},
     drain::{self, drained},
     live, scale,
     workloads::Workload,
@@ -17,6 +19,8 @@ use crate::{
 
 /// The two programs of a pair: the one named by `BEFORE`, and this one.
 const PROGRAMS: usize = 2;
+/// Number of pairs that a daemon with many rules is measured in.
+const PAIRS_OF_A_START: usize = 4;
 
 /// The figures of one program in one round; less is better in each.
 pub struct Figures {
@@ -64,20 +68,45 @@ pub async fn live(bench: &Bench, before: &Path) {
     }
 }
 
-/// Measures one rule's changes among more and more rules.
+/// Measures one rule's changes among more and more rules. To start a daemon with 500 rules takes a hundred times as long as the
+/// changes. So each program, on a server of its own, keeps running for a few pairs; a process may be slower than another one of the
+/// same program.
 pub async fn rules(bench: &Bench, before: &Path) {
+    let other = Bench::start(bench.rounds).await;
     for number in scale::RULES {
+        let mut started: Vec<Started> = Vec::new();
+        let mut drains = 0;
         measure(bench, before, &format!("{number} rules"), "seconds", async |program| {
-            let database = bench.fresh().await;
-            let rules = scale::load_rules(&database, number).await;
-            let daemon = bench.daemon_of(program, &rules, number).await;
-            scale::drained(bench, &database, &daemon, "first").await;
-            let cost = scale::drained(bench, &database, &daemon, "second").await;
-            daemon.stop().await;
+            if drains % (PROGRAMS * PAIRS_OF_A_START) == 0 {
+                for (_, daemon) in started.drain(..) {
+                    daemon.stop().await;
+                }
+                started.push(start(&other, Some(before.to_owned()), number).await);
+                started.push(start(bench, None, number).await);
+            }
+            drains += 1;
+            let nth = usize::from(program.is_none());
+            let (database, daemon) = &started[nth];
+            let cost = scale::drained([&other, bench][nth], database, daemon, &drains.to_string()).await;
             Figures::of_drain(cost, scale::CHANGES)
         })
         .await;
+        for (_, daemon) in started {
+            daemon.stop().await;
+        }
     }
+}
+
+/// A daemon, and the database that it works on.
+type Started = (Database, Running);
+
+/// Starts a program with so many rules. The first drain warms caches.
+async fn start(bench: &Bench, program: Option<PathBuf>, number: usize) -> Started {
+    let database = bench.fresh().await;
+    let rules = scale::load_rules(&database, number).await;
+    let daemon = bench.daemon_of(program, &rules, number).await;
+    scale::drained(bench, &database, &daemon, "first").await;
+    (database, daemon)
 }
 
 async fn measure(

@@ -100,10 +100,9 @@ fn leases_were_free(model: &Model, state: &str, repartitionings: &[Repartitionin
     for (id, (lease, owners)) in histories("owner") {
         let partitions = partitions_of(lease.as_str().unwrap_or_default());
         let owner = |nth: usize| owners[nth].1.as_ref().and_then(Bson::as_str);
-        for nth in 1..owners.len() {
-            let time = owners[nth].0;
+        for (nth, (time, _)) in owners.iter().enumerate().skip(1) {
             // A repartitioning also ends the leases of the new partitions, whoever has them: their terms go on from there.
-            let is_ended = || repartitionings.iter().any(|one| one.time == time && one.from == partitions);
+            let is_ended = || repartitionings.iter().any(|one| one.time == *time && one.from == partitions);
             let now = match (owner(nth - 1), owner(nth)) {
                 (Some(former), Some(other)) if other != former => date(&takens, &id, nth),
                 (Some(_), None) if is_ended() => date(&untils, &id, nth),
