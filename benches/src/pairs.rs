@@ -7,7 +7,6 @@ use denormd_show::{
     figures::{interval, median},
     print::{bold, dim, heading},
 };
-
 use mongodb::Database;
 
 use crate::{
@@ -68,9 +67,9 @@ pub async fn live(bench: &Bench, before: &Path) {
     }
 }
 
-/// Measures one rule's changes among more and more rules. To start a daemon with 500 rules takes a hundred times as long as the
-/// changes. So each program, on a server of its own, keeps running for a few pairs; a process may be slower than another one of the
-/// same program.
+/// Measures one rule's changes among more and more rules. A daemon with 500 rules takes a hundred times as long to start as it takes
+/// for the changes, so each program has its own server and runs for a few pairs. Both are restarted then, because two processes of
+/// one program can differ in speed.
 pub async fn rules(bench: &Bench, before: &Path) {
     let other = Bench::start(bench.rounds).await;
     for number in scale::RULES {

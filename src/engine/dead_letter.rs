@@ -241,7 +241,9 @@ impl DeadLetters {
     /// Asks the leader to retry the chosen dead letters now.
     pub async fn ask(&self, server: &Server, chosen: &Chosen) -> Result<Retry> {
         let dead_letters = server.collection(&self.database, COLLECTION);
-        let newest = dead_letters.find_one(self.filter(chosen)).sort(doc! {"last": -1}).await?;
+        // Of a record that cannot be read, this may be no date.
+        let dated = doc! {"$and": [self.filter(chosen), {"last": {"$type": "date"}}]};
+        let newest = dead_letters.find_one(dated).sort(doc! {"last": -1}).await?;
         let last = newest.and_then(|newest| newest.get_datetime("last").ok().copied());
         let retry = Retry { asked: clock::now(), last: last.unwrap_or(DateTime::MIN) };
         // Leaves `last` as it is: a dead letter that fails again in the meantime counts as retried.

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use bson::{Bson, DateTime, Document, doc};
+use bson::{Bson, DateTime, Document, Timestamp, doc};
 use denormd_engine::{
     dead_letter::{Chosen, DeadLetters, Nodes, Offending},
     request::Task,
@@ -584,18 +584,20 @@ async fn a_dead_letter_whose_request_was_renewed_is_untried() {
     let context = daemon::context(&daemon::config(&test, &plain(PATH))).await;
     let (server, dead_letters) = (&context.server, &context.dead_letters);
     let stored = test.beside("state").collection::<Document>("dead_letters");
-    stored.insert_one(doc! {"_id": {"rule": "tree"}, "deployment": "default", "rule": "tree"}).await.unwrap();
+    let of_tree =
+        |id: i32, last: Bson| doc! {"_id": {"nth": id}, "deployment": "default", "rule": "tree", "last": last};
+    // Nobody retries the second one, which cannot be read.
+    let unreadable = of_tree(2, Bson::Timestamp(Timestamp { time: 1, increment: 1 }));
+    stored.insert_many([of_tree(1, DateTime::now().into()), unreadable]).await.unwrap();
     let chosen = Chosen::default();
     let asked = dead_letters.ask(server, &chosen).await.unwrap();
     let untried = async || dead_letters.untried(server, &chosen, asked).await.unwrap();
-    assert_eq!(untried().await, 1);
+    assert_eq!(untried().await, 2);
     let later = DateTime::from_millis(DateTime::now().timestamp_millis() + 60_000);
-    for (update, left) in [
-        (doc! {"$set": {"asked": later}}, 1),
-        (doc! {"$set": {"last": later}}, 0),
-        (doc! {"$unset": {"last": "", "asked": ""}}, 0),
-    ] {
-        stored.update_one(doc! {}, update.clone()).await.unwrap();
+    for (update, left) in
+        [(doc! {"$set": {"asked": later}}, 2), (doc! {"$set": {"last": later}}, 1), (doc! {"$unset": {"asked": ""}}, 1)]
+    {
+        stored.update_one(doc! {"_id.nth": 1}, update.clone()).await.unwrap();
         assert_eq!(untried().await, left, "{update}");
     }
 }

@@ -101,7 +101,7 @@ fn leases_were_free(model: &Model, state: &str, repartitionings: &[Repartitionin
         let partitions = partitions_of(lease.as_str().unwrap_or_default());
         let owner = |nth: usize| owners[nth].1.as_ref().and_then(Bson::as_str);
         for (nth, (time, _)) in owners.iter().enumerate().skip(1) {
-            // A repartitioning also ends the leases of the new partitions, whoever has them: their terms go on from there.
+            // A repartitioning also ends the leases of the new partitions, even if they are held: the next leaders have later terms.
             let is_ended = || repartitionings.iter().any(|one| one.time == *time && one.from == partitions);
             let now = match (owner(nth - 1), owner(nth)) {
                 (Some(former), Some(other)) if other != former => date(&takens, &id, nth),

@@ -422,7 +422,7 @@ impl Generator {
         };
         let by_id = self.draw_match(&scenario, &mut body);
         let sorted = !by_id || kind != Kind::Set || scenario.held_by == Held::Source || scenario.shape.is_array();
-        if sorted && self.rng.random_bool(0.6) && !self.crowds(0.5) {
+        if sorted && self.rng.random_bool(0.6) && !self.crowded_chance(0.5) {
             body.insert("sort", self.draw_sort());
         }
         let prefixes = match scenario.held_by {
@@ -532,7 +532,7 @@ impl Generator {
         let paths = scenario.shape.key_paths(&scenario.field());
         let other: Vec<&str> = if paths.len() == 2 {
             vec!["tenant", "code"]
-        } else if self.rng.random_bool(0.7) && !self.crowds(0.3) {
+        } else if self.rng.random_bool(0.7) && !self.crowded_chance(0.3) {
             vec!["_id"]
         } else {
             vec!["code"]
@@ -755,7 +755,7 @@ impl Generator {
     }
 
     fn draw_expression(&mut self, scenario: &Scenario) -> Bson {
-        if self.crowds(0.5) {
+        if self.crowded_chance(0.5) {
             return Bson::from("$name");
         }
         let earlier = self

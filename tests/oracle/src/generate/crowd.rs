@@ -23,7 +23,7 @@ impl Generator {
     }
 
     /// True with this probability in a crowded world.
-    pub(super) fn crowds(&mut self, probability: f64) -> bool {
+    pub(super) fn crowded_chance(&mut self, probability: f64) -> bool {
         self.is_crowded && self.crowd.random_bool(probability)
     }
 
@@ -39,7 +39,7 @@ impl Generator {
 
     /// In a crowded world, often an update of a value that many targets copy. 0.0 and -0.0 are equal but not identical.
     pub(super) fn draw_crowded_op(&mut self) -> Option<Op> {
-        if !self.crowds(0.35) {
+        if !self.crowded_chance(0.35) {
             return None;
         }
         let source = self.scenarios.choose(&mut self.crowd)?.source;

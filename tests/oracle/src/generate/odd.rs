@@ -217,10 +217,10 @@ impl Generator {
         // Drawn in any case: other draws of a seed stay as they were.
         let usual = self.draw_usual_value(field);
         match field {
-            "n" if self.crowds(0.6) => self.numbers.choose(&mut self.crowd).cloned().unwrap_or(usual),
+            "n" if self.crowded_chance(0.6) => self.numbers.choose(&mut self.crowd).cloned().unwrap_or(usual),
             "n" if self.rare.random_bool(0.5) => self.numbers.choose(&mut self.rare).cloned().unwrap_or(usual),
             "code" if self.has_long_codes => format!("{:030}", self.rare.random_range(1..=4)).into(),
-            "code" if self.crowds(0.8) => crowd::key(&mut self.crowd),
+            "code" if self.crowded_chance(0.8) => crowd::key(&mut self.crowd),
             // It matches no key, but a query for 1 finds it.
             "code" if self.rare.random_bool(0.05) => bson!([1]),
             _ => usual,
