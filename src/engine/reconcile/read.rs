@@ -835,20 +835,23 @@ pub fn no_input_of(accumulator: &Bson) -> Bson {
 /// it needs to the group.
 fn whole_numbers(group: &mut Document, nth: usize, accumulator: &Bson) -> Bson {
     let is_of = |name: &str, types: &[&str]| doc! {"$in": [{"$type": format!("${name}")}, types]}.into();
+    // A sum is a double or a decimal if one of its numbers is, or if it is too large.
+    let is_whole = |name: &str| is_of(name, &["int", "long"]);
     if operator(accumulator) == "$sum" {
-        // A sum is a double or a decimal if one of its numbers is, or if it is too large.
-        return is_of(&format!("v{nth}"), &["int", "long"]);
+        return is_whole(&format!("v{nth}"));
     }
-    // A mean is exact if the largest number times their count still fits into a double. Without any number it is null.
-    let [least, most, count] = ["least", "most", "count"].map(|name| format!("{name}{nth}"));
+    // A mean of whole numbers is exact if the largest one times their count still fits into a double. The types of the least and of
+    // the largest say nothing of the numbers between them: 0, 8.76, 100. Without any number it is null.
+    let [sum, least, most, count] = ["sum", "least", "most", "count"].map(|name| format!("{name}{nth}"));
     let largest = doc! {"$max": [format!("${most}"), {"$multiply": [-1, format!("${least}")]}]};
     let bounded = doc! {"$lte": [{"$multiply": [largest, format!("${count}")]}, WHOLE]};
     let types = ["int", "long", "null"];
-    let whole: [Bson; 2] = [is_of(&least, &types), is_of(&most, &types)];
+    let whole: [Bson; 3] = [is_whole(&sum), is_of(&least, &types), is_of(&most, &types)];
     // Other values cannot be multiplied.
     let exact = doc! {"$cond": [{"$and": whole.to_vec()}, bounded, false]};
     let value = operand(accumulator);
-    group.extend(doc! {least: {"$min": value.clone()}, most: {"$max": value}, count: {"$sum": 1}});
+    group.extend(doc! {sum: {"$sum": value.clone()}, count: {"$sum": 1}});
+    group.extend(doc! {least: {"$min": value.clone()}, most: {"$max": value}});
     exact.into()
 }
 
