@@ -498,6 +498,7 @@ impl Generator {
             body.insert("on_empty", "unset");
         }
         self.draw_target(&scenario, &mut body);
+        self.draw_sums(&scenario, &mut body, &mut outputs);
         self.draw_both_sides(&scenario, &mut body, &mut outputs);
         self.draw_inside_and_beside(&scenario, &mut body, &mut outputs);
         self.draw_touch(&mut body);

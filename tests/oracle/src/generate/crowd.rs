@@ -1,10 +1,10 @@
 //! Crowded worlds: nearly all references are to one of two keys, so that many sources and targets share reads, batches and
 //! statements.
 
-use bson::{Bson, bson, doc};
+use bson::{Bson, Document, bson, doc};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
-use super::{Generator, Held, Kind, draw::pick, shape::Shape};
+use super::{Generator, Held, Kind, Scenario, draw::pick, shape::Shape};
 use crate::Op;
 
 /// The `_id`s of the first documents of each collection.
@@ -35,6 +35,32 @@ impl Generator {
             (Kind::Collect | Kind::Aggregate, 0..=4) => (Held::Source, Shape::Scalar),
             _ => (held_by, shape),
         }
+    }
+
+    /// In a crowded world, turns many aggregates into sums or means alone: only their sources may be read in any order, unless that
+    /// changes the result.
+    pub(super) fn draw_sums(&mut self, scenario: &Scenario, body: &mut Document, outputs: &mut Vec<String>) {
+        let depends_on_target = body.get("source").is_some_and(|side| side.to_string().contains("$$target"));
+        let has_groups = body.contains_key("by");
+        if scenario.kind != Kind::Aggregate || depends_on_target || has_groups || !self.crowded_chance(0.8) {
+            return;
+        }
+        body.remove("let");
+        // Sources are usually found from the oldest to the newest.
+        if self.crowd.random_bool(0.5) {
+            body.insert("sort", doc! {"_id": -1});
+        }
+        // Integers have the same sum in any order, and a mean of fractions is never read in another one.
+        let (usual, other) =
+            if matches!(self.numbers.first(), Some(Bson::Double(_))) { ("$sum", "$avg") } else { ("$avg", "$sum") };
+        let operator = if self.crowd.random_bool(0.75) { usual } else { other };
+        let number = scenario.number;
+        let mut set = doc! {format!("o{number}.0p"): {operator: "$n"}};
+        if self.crowd.random_bool(0.5) {
+            set.insert(format!("o{number}.1p"), doc! {"$sum": 1});
+        }
+        *outputs = set.keys().cloned().collect();
+        body.insert("set", set);
     }
 
     /// In a crowded world, often an update of a value that many targets copy. 0.0 and -0.0 are equal but not identical.

@@ -325,14 +325,15 @@ fn scalar(rng: &mut StdRng) -> Bson {
     )
 }
 
-/// The numbers of a world: of one of the first three kinds, whose sum depends on the order, or none. More than 2^57
-/// would exceed a long where the daemon multiplies a number by the count of its sources, and the simulated server does not decide
-/// that.
+/// The numbers of a world: of one of the first four kinds, whose sum depends on the order, or none. Large ones that cancel each
+/// other out swallow a small one that is added between them. More than 2^57 would exceed a long where the daemon multiplies a
+/// number by the count of its sources, and the simulated server does not decide that.
 pub(super) fn numbers(rng: &mut StdRng, kinds: i32) -> Vec<Bson> {
     match rng.random_range(0..kinds) {
-        0 => vec![bson!(1e100), bson!(-1e100)],
-        1 => [(1 << 53) + 1, 1 << 57, -(1 << 57)].map(Bson::Int64).to_vec(),
+        0 => vec![bson!(1e100), bson!(-1e100), bson!(0.1)],
+        1 => [1 << 57, -(1 << 57), 3].map(Bson::Int64).to_vec(),
         2 => vec![bson!(0.1)],
+        3 => [(1 << 53) + 1, 1 << 57, -(1 << 57)].map(Bson::Int64).to_vec(),
         _ => Vec::new(),
     }
 }
