@@ -160,6 +160,8 @@ pub struct Generator {
     edges: f64,
     /// Share of operations that write owned fields, in addition to those among the updates.
     drift: f64,
+    /// Share of operations that take the key of a created document from one of its sources.
+    leaving: f64,
     /// Number of different `_id`s in the tree.
     tree_ids: i32,
     /// The shape of all references in the collection that echoes change, in worlds whose stream may leave out updates.
@@ -257,6 +259,7 @@ impl Generator {
             hot: 0.0,
             edges: 0.2,
             drift: 0.0,
+            leaving: 0.0,
             tree_ids: tree::IDS,
             echoed: None,
             numbers: Vec::new(),
@@ -836,6 +839,9 @@ impl Generator {
             return op;
         }
         if let Some(op) = self.draw_meddling().or_else(|| self.draw_crowded_op()).or_else(|| self.draw_drift()) {
+            return op;
+        }
+        if let Some(op) = self.draw_leaving() {
             return op;
         }
         let collections = self.used();

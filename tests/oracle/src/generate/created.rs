@@ -69,6 +69,7 @@ impl Generator {
         }
         self.has_long_codes = key == doc! {"_id": "code"} && self.rare.random_bool(0.5);
         self.created_key = Some(key);
+        self.leaving = if self.frequencies.random_bool(0.4) { 0.15 } else { 0.0 };
     }
 
     /// A rule that copies a value of the created documents.
@@ -133,6 +134,26 @@ impl Generator {
             Some(date) => doc! {"$set": {"at": date}},
             None => doc! {"$unset": {"at": ""}},
         })
+    }
+
+    /// In some worlds, often an update after which a source belongs to no document, or to that of another source: documents lose
+    /// their last sources.
+    pub(super) fn draw_leaving(&mut self) -> Option<Op> {
+        if !self.frequencies.random_bool(self.leaving) {
+            return None;
+        }
+        let first = self.created_key.as_ref()?.values().next()?;
+        let path = first.as_str().unwrap_or("at").trim_end_matches(".$[]").to_owned();
+        let sources: Vec<&String> = self.created_sources.iter().collect();
+        let coll = (*sources.choose(&mut self.frequencies)?).clone();
+        let documents = self.model.get(&coll)?;
+        let filter = doc! {"_id": documents.choose(&mut self.frequencies)?.get("_id").cloned()};
+        let other = documents.choose(&mut self.frequencies)?.get(&path).cloned();
+        let update = match other.filter(|_| self.frequencies.random_bool(0.5)) {
+            Some(value) => doc! {"$set": {path: value}},
+            None => doc! {"$unset": {path: ""}},
+        };
+        Some(Op::Update { coll, filter, update })
     }
 
     /// Sometimes what a person does to a created document.
