@@ -146,6 +146,10 @@ impl Generator {
         if self.echoed == Some(Shape::Scalar) && scenario.shape == Shape::Scalar && self.frequencies.random_bool(0.2) {
             return bson!({"k": self::key(&mut self.frequencies)});
         }
+        // In an array, an id changes from inside the field. If one is a document, the stream leaves out nothing.
+        if self.echoed == Some(Shape::Ids) && scenario.shape == Shape::Ids && element.as_document().is_some() {
+            return bson!(1);
+        }
         // An element that is no document refers to nothing, and has no room for values.
         if self.options.wrong_shapes && scenario.shape.is_array() && self.rare.random_bool(0.05) {
             return pick(&mut self.rare, &[bson!(null), bson!(1), bson!("x")]);

@@ -120,7 +120,7 @@ impl Generator {
     /// all rules of a collection allow it.
     pub(super) fn draw_echoed(&mut self) -> Option<Shape> {
         let is_plain = self.frequencies.random_bool(0.5);
-        let shapes = [Shape::Scalar, Shape::Scalar, Shape::Ids, Shape::Elements];
+        let shapes = [Shape::Scalar, Shape::Ids];
         shapes.choose(&mut self.frequencies).copied().filter(|_| is_plain && self.has(Odd::Echo))
     }
 
