@@ -21,6 +21,10 @@ use denormd_engine::{
 use denormd_fixture::TestDb;
 use denormd_model::clock;
 use denormd_oracle::{Odd, Op, Options, TOUCHED};
+use denormd_rules::{
+    config::{Format, load_str},
+    plan::compile,
+};
 use denormd_simulated::{Model, Server};
 use mongodb::Database;
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
@@ -877,4 +881,18 @@ pub async fn simulate_and_shrink(scale: Scale, limit: Duration) -> BTreeMap<Stri
         break;
     }
     panic!("{}:\n{}", replay(&smallest), failed.text);
+}
+
+/// With a chain, `wait` waits for later changes as well. A copy of created documents once made one in nearly all of these runs.
+#[test]
+fn a_run_without_chains_has_none() {
+    let scales: Vec<Scale> = (1..200).step_by(10).map(|first| Scale::draw(first, 10)).collect();
+    for scale in scales.iter().filter(|scale| scale.is_without_chains()) {
+        let histories = scale.worlds.iter().map(|seed| scale.world(*seed, "app"));
+        let rules: Vec<Document> = histories.flat_map(|history| configured_rules(&history)).collect();
+        let rules = rules_as_json(&rules).replacen('[', &format!("[{MARKER},{MIRROR},"), 1);
+        let text = format!("mongodb: {{ uri: mongodb://localhost, database: app }}\nrules:\n  {rules}\n");
+        let plan = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
+        assert_eq!(plan.longest_chain(), 1, "{scale:?}");
+    }
 }

@@ -34,15 +34,21 @@ impl Generator {
         let nested = self.created.random_bool(0.5);
         let count = if self.created.random_bool(0.5) { 2 } else { 1 };
         let used = self.used();
+        // Without chains, these rules read no collection that another rule writes, and nothing reads their documents.
+        let chains = self.options.chains;
+        let is_read = |name: &&String| {
+            chains || self.scenarios.iter().all(|scenario| self.collections[scenario.target] != **name)
+        };
+        let sources: Vec<String> = used.iter().filter(is_read).cloned().collect();
         // The key above is drawn in any case: other draws of a seed stay as they were.
-        let is_copied = self.frequencies.random_bool(0.5);
+        let is_copied = self.frequencies.random_bool(0.5) && chains;
         let key = if is_copied {
             doc! {"_id": "code"}
         } else {
             key
         };
         for nth in 0..count {
-            let source = used.choose(&mut self.created).cloned().unwrap_or_default();
+            let source = sources.choose(&mut self.created).cloned().unwrap_or_default();
             self.created_sources.insert(source.clone());
             let mut set = Document::new();
             for part in 0..self.created.random_range(1..=2) {
