@@ -458,6 +458,10 @@ enum Start {
 #[derive(Clone, Copy)]
 struct Run {
     options: fn(String) -> Options,
+    /// Approximate number of documents that each collection starts with.
+    documents: usize,
+    /// Nothing happens after the first backfill: what it has written is still there at the end.
+    is_short: bool,
     /// Number of partitions, before and after the crash.
     partitions: [u32; 2],
     /// Additional `limits` of the config, drawn from the first seed.
@@ -479,6 +483,8 @@ impl Run {
     fn new(options: fn(String) -> Options) -> Self {
         Self {
             options,
+            documents: Options::new("").documents,
+            is_short: false,
             partitions: [1, 1],
             limits: |_| String::new(),
             repaired: false,
@@ -507,8 +513,9 @@ impl Run {
     /// Returns the daemon, which has applied everything, and the histories.
     async fn histories_on(&self, test: &TestDb, first: u64, count: u64) -> (Daemon, Vec<History>) {
         let db = test.database();
+        let options = |prefix| Options { documents: self.documents, ..(self.options)(prefix) };
         let mut histories: Vec<History> =
-            (first..first + count).map(|seed| History::draw(seed, self.options, &test.name, self.reloads)).collect();
+            (first..first + count).map(|seed| History::draw(seed, options, &test.name, self.reloads)).collect();
         for history in &mut histories {
             history.create(&db).await;
             if history.seed % 2 == 0 {
@@ -527,7 +534,16 @@ impl Run {
         };
         let text = config(&histories, self.partitions[0]);
         let mut daemon = self.started(test, &text, &mut histories).await;
-        for round in if self.reloads { 0..4 } else { 0..3 } {
+        if self.start != Start::AtOnce {
+            // Later changes may hide what is wrong.
+            fail(test, &limits, 0, self.settled(&db, &daemon, &histories).await).await;
+        }
+        let rounds = match self.reloads {
+            _ if self.is_short => 0,
+            true => 4,
+            false => 3,
+        };
+        for round in 0..rounds {
             // Each history in its own order, all at once.
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
             let (steps, at_once) = if self.in_turn { (with_waits(steps), 1) } else { (steps, AT_ONCE) };
@@ -587,10 +603,11 @@ impl Run {
             if loses_checkpoints {
                 test.beside("state").collection::<Document>(POSITIONS).delete_many(doc! {}).await.unwrap();
             }
-            // No rule writes this field.
+            // No rule writes these fields.
+            let others = doc! {"$set": {"name": "another", "label": "another", "n": 77}};
             for name in histories.iter().flat_map(|history| history.generator.collections()) {
-                let names = doc! {"q": {}, "u": {"$set": {"name": "another"}}, "multi": true};
-                db.run_command(doc! {"update": name, "updates": [names]}).await.unwrap();
+                let all = doc! {"q": {}, "u": others.clone(), "multi": true};
+                db.run_command(doc! {"update": name, "updates": [all]}).await.unwrap();
             }
             daemon = Daemon::start_config(config).await;
         }
