@@ -116,7 +116,7 @@ impl DeadLetters {
             let former = doc! {
                 "deployment": &self.deployment, "rule": &rule.name, "_id": {"$ne": id.clone()}, "circle": circle,
             };
-            bounded(dead_letters.update_many(former, doc! {"$set": {"asked": now}})).await?;
+            bounded(dead_letters.update_many(former, requested(now))).await?;
         }
         if let Some(since) = offending.since {
             // Another document of the tree may have asked for a retry after this one was read.
@@ -265,7 +265,7 @@ impl DeadLetters {
             ]},
         ]};
         let dead_letters = server.collection(&self.database, COLLECTION);
-        bounded(dead_letters.update_many(filter, doc! {"$set": {"asked": clock::now()}})).await?;
+        bounded(dead_letters.update_many(filter, requested(clock::now()))).await?;
         Ok(())
     }
 
@@ -372,6 +372,12 @@ impl Written {
     pub fn is_empty(&self) -> bool {
         self.keys.is_empty() && self.targets.is_empty()
     }
+}
+
+/// The update that requests a retry, unless a later request is recorded: an operator who waits for that one would take the dead letter
+/// for tried. The clock of the operator's machine may be ahead, or this update late.
+fn requested(time: DateTime) -> Document {
+    doc! {"$max": {"asked": time}}
 }
 
 /// Interval between searches for dead letters that are due.
