@@ -16,10 +16,11 @@ use bson::{Bson, Document, Timestamp, doc};
 use denormd::server::client;
 use denormd_engine::{
     checkpoint::{fan_out, format, rule_record::RULES, store::POSITIONS},
+    dead_letter::{Chosen, DeadLetter, DeadLetters, Entry, Retry},
     deployment::lease,
 };
 use denormd_fixture::TestDb;
-use denormd_model::clock;
+use denormd_model::{clock, partition::Partition};
 use denormd_oracle::{Odd, Op, Options, TOUCHED};
 use denormd_rules::{
     config::{Format, load_str},
@@ -181,6 +182,11 @@ impl Scale {
         StdRng::seed_from_u64(self.seed ^ 0x6368_6169).random_bool(0.4)
     }
 
+    /// True if somebody requests a retry of the dead letters once everything is applied, by the seed.
+    fn retries(&self) -> bool {
+        StdRng::seed_from_u64(self.seed ^ 0x7265_7472).random_bool(0.5)
+    }
+
     /// The names of the instances, by the seed.
     fn naming(&self) -> Naming {
         let mut rng = StdRng::seed_from_u64(self.seed ^ 0x6e61_6d65);
@@ -340,7 +346,7 @@ impl Scale {
             for daemon in daemons.iter_mut().filter(|daemon| daemon.partitions != newest) {
                 daemon.repartition(newest).await.map_err(Failed::new)?;
             }
-            settle(server, &db, &addresses, &histories).await?;
+            settle(server, &db, &addresses, &histories, self.retries()).await?;
             roles::are_shown(&daemons).await.map_err(Failed::new)?;
             at_rest(server, test).await?;
             for address in &addresses {
@@ -567,9 +573,55 @@ async fn has_applied_all(instance: SocketAddr, db: &Database) -> bool {
     }
 }
 
+/// Requests a retry of the dead letters, as `denormd dead-letters retry` does. Fails if the wait for it ends before each of them was tried.
+async fn dead_letters_are_tried(db: &Database, histories: &[History]) -> Result<()> {
+    let server = denormd_mongo::Server::new(db.client().clone());
+    let (database, deployment) = (state_of(db).name().to_owned(), "default".to_owned());
+    let dead_letters = DeadLetters { database, deployment, partition: Partition::WHOLE };
+    let found = async |chosen: &Chosen| -> Vec<DeadLetter> {
+        let found = async || dead_letters.find(&server, chosen, 0).await.ok();
+        until("the dead letters can be read", found).await.into_iter().filter_map(Entry::ok).collect()
+    };
+    let known = found(&Chosen::default()).await;
+    let mut requests: Vec<(Chosen, Vec<DeadLetter>, Retry)> = Vec::new();
+    // Those of a rule that has left the config are not retried.
+    for rule in histories.iter().flat_map(|history| &history.rules) {
+        let name = rule.get_str("name").unwrap();
+        let before: Vec<DeadLetter> = known.iter().filter(|one| one.rule == name).cloned().collect();
+        if !before.is_empty() {
+            let chosen = Chosen { rule: Some(name.to_owned()), key: None };
+            let asked = until("a retry", async || dead_letters.ask(&server, &chosen).await.ok()).await;
+            requests.push((chosen, before, asked));
+        }
+    }
+    let (server, dead_letters, found) = (&server, &dead_letters, &found);
+    // Each by itself: in the end all of them were tried.
+    let waits = requests.iter().map(|(chosen, before, asked)| async move {
+        let are_tried = async || (dead_letters.untried(server, chosen, *asked).await.ok()? == 0).then_some(());
+        until("the dead letters have been tried", are_tried).await;
+        // An attempt is counted, or has resolved it.
+        let is_same = |one: &DeadLetter, other: &DeadLetter| {
+            one.is_same(other) && (one.attempts, one.last) == (other.attempts, other.last)
+        };
+        let after = found(chosen).await;
+        let left = after.iter().find(|one| before.iter().any(|other| is_same(one, other)));
+        let failed =
+            |left: &DeadLetter| Failed::new(format!("a dead letter counts as tried, and is as before: {left:?}"));
+        left.map_or(Ok(()), |left| Err(failed(left)))
+    });
+    futures_util::future::try_join_all(waits).await?;
+    Ok(())
+}
+
 /// Waits until all instances say that everything is applied, and compares all worlds. A leader that cannot save its checkpoint
-/// still knows its own progress, and the others do not.
-async fn settle(server: &Server, db: &Database, instances: &[SocketAddr], histories: &[History]) -> Result<()> {
+/// still knows its own progress, and the others do not. If `retries`, the dead letters are retried before.
+async fn settle(
+    server: &Server,
+    db: &Database,
+    instances: &[SocketAddr],
+    histories: &[History],
+    retries: bool,
+) -> Result<()> {
     let begun = Instant::now();
     loop {
         let asked = instances.iter().map(|instance| has_applied_all(*instance, db));
@@ -584,6 +636,9 @@ async fn settle(server: &Server, db: &Database, instances: &[SocketAddr], histor
             return Err(Failed::new(format!("it does not settle: {status:?}\n{leadership}")));
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    if retries {
+        dead_letters_are_tried(db, histories).await?;
     }
     for history in histories {
         check_after_retries(history, db, instances).await?;
