@@ -152,6 +152,8 @@ pub struct Generator {
     crowd: StdRng,
     /// True if nearly all references are to one of two keys.
     is_crowded: bool,
+    /// True if such a world has rules without filters, whose references are single `_id`s.
+    is_plain: bool,
     /// Draws the frequencies of this world, in the same way.
     frequencies: StdRng,
     /// Share of operations on known documents that change the first document of the collection.
@@ -255,6 +257,7 @@ impl Generator {
             rare: StdRng::seed_from_u64(seed ^ 0x7261_7265),
             crowd: StdRng::seed_from_u64(seed ^ 0x6372_6f77),
             is_crowded: false,
+            is_plain: false,
             frequencies: StdRng::seed_from_u64(seed ^ 0x6d6f_7265),
             hot: 0.0,
             edges: 0.2,
@@ -283,6 +286,7 @@ impl Generator {
         generator.draw_collations();
         generator.is_shared = generator.options.shared && generator.shared.random_bool(0.3);
         generator.is_crowded = generator.crowd.random_bool(0.3);
+        generator.is_plain = generator.crowded_chance(0.4);
         generator.numbers = draw::numbers(&mut generator.rare, 9);
         if generator.is_crowded {
             generator.numbers = draw::numbers(&mut generator.crowd, 2);
@@ -299,7 +303,9 @@ impl Generator {
         }
         generator.draw_tree();
         generator.draw_created();
-        generator.draw_parts(&mut StdRng::seed_from_u64(seed ^ 0x7061_7274));
+        if !generator.is_plain {
+            generator.draw_parts(&mut StdRng::seed_from_u64(seed ^ 0x7061_7274));
+        }
         generator
     }
 
@@ -365,7 +371,9 @@ impl Generator {
             kinds.extend([Kind::Set, Kind::Set, Kind::Set, Kind::Into]);
         }
         if self.options.collect {
-            kinds.extend([Kind::Collect, Kind::Collect]);
+            kinds.extend([Kind::Collect; 2]);
+            // Elements show where a source was.
+            kinds.extend([Kind::Collect; 4].into_iter().filter(|_| self.is_plain));
         }
         if self.options.aggregate {
             kinds.extend([Kind::Aggregate, Kind::Aggregate]);
@@ -500,7 +508,9 @@ impl Generator {
         if matches!(kind, Kind::Collect | Kind::Aggregate) && self.rng.random_bool(0.25) {
             body.insert("on_empty", "unset");
         }
-        self.draw_target(&scenario, &mut body);
+        if !self.is_plain {
+            self.draw_target(&scenario, &mut body);
+        }
         self.draw_sums(&scenario, &mut body, &mut outputs);
         self.draw_both_sides(&scenario, &mut body, &mut outputs);
         self.draw_inside_and_beside(&scenario, &mut body, &mut outputs);
@@ -536,7 +546,7 @@ impl Generator {
         let paths = scenario.shape.key_paths(&scenario.field());
         let other: Vec<&str> = if paths.len() == 2 {
             vec!["tenant", "code"]
-        } else if self.rng.random_bool(0.7) && !self.crowded_chance(0.3) {
+        } else if self.is_plain || (self.rng.random_bool(0.7) && !self.crowded_chance(0.3)) {
             vec!["_id"]
         } else {
             vec!["code"]
@@ -553,7 +563,7 @@ impl Generator {
             };
         }
         body.insert("match", on);
-        if paths.len() == 1 && !mixed && self.rng.random_bool(0.15) {
+        if paths.len() == 1 && !mixed && !self.is_plain && self.rng.random_bool(0.15) {
             body.insert("key_type", if self.rng.random_bool(0.5) { "objectId" } else { "string" });
         }
         other == ["_id"]
@@ -573,7 +583,7 @@ impl Generator {
             4 => doc! {"label": {"$exists": true}},
             _ => doc! {"status": "open", "num": {"$lt": 4}},
         };
-        if self.is_echoed(nth) {
+        if self.is_echoed(nth) || self.is_plain {
             return Bson::String(collection);
         }
         Bson::Document(doc! {"collection": collection, "where": filter})

@@ -30,6 +30,8 @@ impl Generator {
     /// The direction and shape of a rule's references: often one with which keys share reads and statements.
     pub(super) fn draw_crowded_form(&mut self, kind: Kind, held_by: Held, shape: Shape) -> (Held, Shape) {
         match (kind, self.crowd.random_range(0..10)) {
+            (Kind::Collect | Kind::Aggregate, _) if self.is_plain => (Held::Source, Shape::Scalar),
+            (Kind::Set, _) if self.is_plain => (Held::Target, Shape::Scalar),
             (Kind::Set, 0..=5) => (Held::Target, Shape::Scalar),
             (Kind::Set, 6..=7) => (Held::Source, Shape::Elements),
             (Kind::Collect | Kind::Aggregate, 0..=4) => (Held::Source, Shape::Scalar),
@@ -66,12 +68,25 @@ impl Generator {
     /// In a crowded world, often an update of a value that many targets copy. 0.0 and -0.0 are equal but not identical.
     pub(super) fn draw_crowded_op(&mut self) -> Option<Op> {
         if !self.crowded_chance(0.35) {
-            return None;
+            return self.draw_crowded_move();
         }
         let source = self.scenarios.choose(&mut self.crowd)?.source;
         let id = pick(&mut self.crowd, &[bson!(1), bson!(1), bson!(2)]);
         let name = pick(&mut self.crowd, &[bson!(0.0), bson!(0.0), bson!(-0.0), bson!(-0.0), bson!("a")]);
         let coll = self.collections[source].clone();
         Some(Op::Update { coll, filter: doc! {"_id": id}, update: doc! {"$set": {"name": name}} })
+    }
+
+    /// In a crowded world, sometimes moves one of two sources to another key: it often moves on while the last move is being applied.
+    fn draw_crowded_move(&mut self) -> Option<Op> {
+        if !self.crowded_chance(if self.is_plain { 0.4 } else { 0.2 }) {
+            return None;
+        }
+        let moves = |scenario: &&Scenario| scenario.held_by == Held::Source && !scenario.shape.is_array();
+        let scenarios: Vec<&Scenario> = self.scenarios.iter().filter(moves).collect();
+        let scenario = (*scenarios.choose(&mut self.crowd)?).clone();
+        let id = pick(&mut self.crowd, &[bson!(1), bson!(1), bson!(2)]);
+        let update = doc! {"$set": {scenario.field(): self.draw_reference(&scenario)}};
+        Some(Op::Update { coll: self.collections[scenario.source].clone(), filter: doc! {"_id": id}, update })
     }
 }
