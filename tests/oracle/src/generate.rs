@@ -120,6 +120,7 @@ impl Options {
 /// let expectation = oracle.expected(&world).unwrap();
 /// assert!(differences(&expectation, &expectation.world).is_empty());
 /// ```
+#[allow(clippy::struct_excessive_bools, reason = "each is a property of its own")]
 #[derive(Debug)]
 pub struct Generator {
     rng: StdRng,
@@ -180,6 +181,8 @@ pub struct Generator {
     model: World,
     /// Deleted ids, to be inserted again.
     deleted: Vec<(String, Bson)>,
+    /// The document that the last operation has inserted or changed: its collection and its `_id`.
+    changed: Option<(String, Bson)>,
     odd: BTreeSet<Odd>,
     /// Collections whose `_id`s are documents.
     parts: BTreeSet<String>,
@@ -273,6 +276,7 @@ impl Generator {
             rules: Vec::new(),
             model: World::new(),
             deleted: Vec::new(),
+            changed: None,
             odd: BTreeSet::new(),
             parts: BTreeSet::new(),
             collated: BTreeSet::new(),
@@ -371,9 +375,8 @@ impl Generator {
             kinds.extend([Kind::Set, Kind::Set, Kind::Set, Kind::Into]);
         }
         if self.options.collect {
-            kinds.extend([Kind::Collect; 2]);
             // Elements show where a source was.
-            kinds.extend([Kind::Collect; 4].into_iter().filter(|_| self.is_plain));
+            kinds.extend(std::iter::repeat_n(Kind::Collect, if self.is_plain { 6 } else { 2 }));
         }
         if self.options.aggregate {
             kinds.extend([Kind::Aggregate, Kind::Aggregate]);
@@ -619,9 +622,14 @@ impl Generator {
         let several = scenario.shape.is_array()
             && body.get_document("set").is_ok_and(|set| !set.keys().all(|path| path.contains("$[]")));
         let destroys = self.options.destroy && !several && self.rng.random_bool(0.4);
+        let fills = self.is_plain && self.options.once && !several && !destroys && self.crowd.random_bool(0.3);
         let word = match self.rng.random_range(0..10) {
             _ if destroys && scenario.shape.is_array() => "remove",
             _ if destroys => "delete",
+            _ if fills => {
+                body.insert("once", true);
+                return;
+            }
             0..=1 => "null",
             2..=3 => "keep",
             4..=5 if self.options.once && !several => {
@@ -848,7 +856,10 @@ impl Generator {
         if let Some(op) = self.draw_tree_op() {
             return op;
         }
-        if let Some(op) = self.draw_meddling().or_else(|| self.draw_crowded_op()).or_else(|| self.draw_drift()) {
+        if let Some(op) = self.draw_meddling().or_else(|| self.draw_fill()) {
+            return op;
+        }
+        if let Some(op) = self.draw_crowded_op().or_else(|| self.draw_drift()) {
             return op;
         }
         if let Some(op) = self.draw_leaving() {
@@ -900,10 +911,18 @@ impl Generator {
         if self.created_collection().is_some_and(|created| op.coll() == created) {
             return;
         }
-        if op.apply(&mut self.model).is_ok()
-            && let Op::Delete { coll, filter } = op
-        {
-            self.deleted.push((coll.clone(), filter.get("_id").cloned().unwrap_or(Bson::Null)));
+        self.changed = None;
+        if op.apply(&mut self.model).is_err() {
+            return;
+        }
+        let id = |document: &Document| document.get("_id").cloned().unwrap_or(Bson::Null);
+        match op {
+            Op::Insert { coll, doc } => self.changed = Some((coll.clone(), id(doc))),
+            Op::Update { coll, filter, .. } | Op::Replace { coll, filter, .. } => {
+                self.changed = Some((coll.clone(), id(filter)));
+            }
+            Op::Delete { coll, filter } => self.deleted.push((coll.clone(), id(filter))),
+            Op::Drop { .. } | Op::Restore { .. } | Op::Rename { .. } | Op::PreImages { .. } => {}
         }
     }
 }

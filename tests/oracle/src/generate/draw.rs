@@ -8,6 +8,7 @@ use super::{
     odd::{NOT_UTF8, Odd, odd_key},
     shape::{Shape, tenant},
 };
+use crate::Op;
 
 impl Generator {
     /// A whole document: the fields that expressions read, and the references of every rule that reads them here.
@@ -216,13 +217,28 @@ impl Generator {
 
     /// Sometimes an owned path of a `once` rule: the application may fill it before the rule does.
     fn draw_once_path(&mut self, owners: &[Scenario]) -> Option<String> {
+        let path = self.once_paths(owners).choose(&mut self.frequencies).cloned()?;
+        self.frequencies.random_bool(0.2).then_some(path)
+    }
+
+    /// The owned paths of the `once` rules among these, if the application fills them, too.
+    fn once_paths(&self, owners: &[Scenario]) -> Vec<String> {
         let fills = |owner: &&Scenario| {
             self.options.fills_once
                 && self.rules.get(owner.number).is_some_and(|rule| rule.to_string().contains("\"once\": true"))
         };
-        let paths: Vec<String> = owners.iter().filter(fills).flat_map(|owner| owner.outputs.clone()).collect();
-        let path = paths.choose(&mut self.frequencies).cloned()?;
-        self.frequencies.random_bool(0.2).then_some(path)
+        owners.iter().filter(fills).flat_map(|owner| owner.outputs.clone()).collect()
+    }
+
+    /// Often fills the value of a `once` rule in the document that was changed last: the rule may be about to write it.
+    pub(super) fn draw_fill(&mut self) -> Option<Op> {
+        let (coll, id) = self.changed.clone()?;
+        let mut paths = self.once_paths(&self.owners(&coll));
+        let document = self.model.get(&coll)?.iter().find(|document| document.get("_id") == Some(&id))?;
+        paths.retain(|path| !document.contains_key(path.split('.').next().unwrap_or(path)));
+        let path = paths.choose(&mut self.frequencies)?;
+        let update = doc! {"$set": {path: "mine"}};
+        self.frequencies.random_bool(0.5).then(|| Op::Update { coll, filter: doc! {"_id": id}, update })
     }
 
     /// Adds, removes, moves or changes references.
