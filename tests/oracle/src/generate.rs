@@ -777,6 +777,10 @@ impl Generator {
     }
 
     fn draw_expression(&mut self, scenario: &Scenario) -> Bson {
+        if self.options.failing && !self.has(Odd::Failing) && self.frequencies.random_bool(0.2) {
+            let failing = [doc! {"$concat": ["$name", "!"]}, doc! {"$add": ["$n", 1]}];
+            return failing.choose(&mut self.frequencies).cloned().unwrap_or_default().into();
+        }
         if self.crowded_chance(0.5) {
             return Bson::from("$name");
         }
