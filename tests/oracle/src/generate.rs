@@ -17,6 +17,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
 use crate::{Op, Oracle, World};
 pub use beside::TOUCHED;
+use crowd::Crowding;
 use odd::ECHOED;
 pub use odd::{NOT_UTF8, Odd};
 use shape::Shape;
@@ -120,7 +121,6 @@ impl Options {
 /// let expectation = oracle.expected(&world).unwrap();
 /// assert!(differences(&expectation, &expectation.world).is_empty());
 /// ```
-#[allow(clippy::struct_excessive_bools, reason = "each is a property of its own")]
 #[derive(Debug)]
 pub struct Generator {
     rng: StdRng,
@@ -151,10 +151,7 @@ pub struct Generator {
     rare: StdRng,
     /// Draws crowded worlds and what is more frequent in them, in the same way.
     crowd: StdRng,
-    /// True if nearly all references are to one of two keys.
-    is_crowded: bool,
-    /// True if such a world has rules without filters, whose references are single `_id`s.
-    is_plain: bool,
+    crowding: Crowding,
     /// Draws the frequencies of this world, in the same way.
     frequencies: StdRng,
     /// Share of operations on known documents that change the first document of the collection.
@@ -259,8 +256,7 @@ impl Generator {
             is_shared: false,
             rare: StdRng::seed_from_u64(seed ^ 0x7261_7265),
             crowd: StdRng::seed_from_u64(seed ^ 0x6372_6f77),
-            is_crowded: false,
-            is_plain: false,
+            crowding: Crowding::None,
             frequencies: StdRng::seed_from_u64(seed ^ 0x6d6f_7265),
             hot: 0.0,
             edges: 0.2,
@@ -289,10 +285,9 @@ impl Generator {
         generator.echoed = generator.draw_echoed();
         generator.draw_collations();
         generator.is_shared = generator.options.shared && generator.shared.random_bool(0.3);
-        generator.is_crowded = generator.crowd.random_bool(0.3);
-        generator.is_plain = generator.crowded_chance(0.4);
+        generator.crowding = Crowding::draw(&mut generator.crowd);
         generator.numbers = draw::numbers(&mut generator.rare, 9);
-        if generator.is_crowded {
+        if generator.is_crowded() {
             generator.numbers = draw::numbers(&mut generator.crowd, 2);
         }
         generator.draw_scenarios();
@@ -307,7 +302,7 @@ impl Generator {
         }
         generator.draw_tree();
         generator.draw_created();
-        if !generator.is_plain {
+        if !generator.is_plain() {
             generator.draw_parts(&mut StdRng::seed_from_u64(seed ^ 0x7061_7274));
         }
         generator
@@ -376,7 +371,7 @@ impl Generator {
         }
         if self.options.collect {
             // Elements show where a source was.
-            kinds.extend(std::iter::repeat_n(Kind::Collect, if self.is_plain { 6 } else { 2 }));
+            kinds.extend(std::iter::repeat_n(Kind::Collect, if self.is_plain() { 6 } else { 2 }));
         }
         if self.options.aggregate {
             kinds.extend([Kind::Aggregate, Kind::Aggregate]);
@@ -414,7 +409,7 @@ impl Generator {
                     shape = self.echoed.unwrap_or(shape);
                 }
             }
-            if self.is_crowded && !self.is_echoed(target) {
+            if self.is_crowded() && !self.is_echoed(target) {
                 (held_by, shape) = self.draw_crowded_form(kind, held_by, shape);
             }
             if let Some(first) = self.scenarios.first().filter(|_| self.is_shared) {
@@ -511,7 +506,7 @@ impl Generator {
         if matches!(kind, Kind::Collect | Kind::Aggregate) && self.rng.random_bool(0.25) {
             body.insert("on_empty", "unset");
         }
-        if !self.is_plain {
+        if !self.is_plain() {
             self.draw_target(&scenario, &mut body);
         }
         self.draw_sums(&scenario, &mut body, &mut outputs);
@@ -549,7 +544,7 @@ impl Generator {
         let paths = scenario.shape.key_paths(&scenario.field());
         let other: Vec<&str> = if paths.len() == 2 {
             vec!["tenant", "code"]
-        } else if self.is_plain || (self.rng.random_bool(0.7) && !self.crowded_chance(0.3)) {
+        } else if self.is_plain() || (self.rng.random_bool(0.7) && !self.crowded_chance(0.3)) {
             vec!["_id"]
         } else {
             vec!["code"]
@@ -566,7 +561,7 @@ impl Generator {
             };
         }
         body.insert("match", on);
-        if paths.len() == 1 && !mixed && !self.is_plain && self.rng.random_bool(0.15) {
+        if paths.len() == 1 && !mixed && !self.is_plain() && self.rng.random_bool(0.15) {
             body.insert("key_type", if self.rng.random_bool(0.5) { "objectId" } else { "string" });
         }
         other == ["_id"]
@@ -586,7 +581,7 @@ impl Generator {
             4 => doc! {"label": {"$exists": true}},
             _ => doc! {"status": "open", "num": {"$lt": 4}},
         };
-        if self.is_echoed(nth) || self.is_plain {
+        if self.is_echoed(nth) || self.is_plain() {
             return Bson::String(collection);
         }
         Bson::Document(doc! {"collection": collection, "where": filter})
@@ -622,7 +617,7 @@ impl Generator {
         let several = scenario.shape.is_array()
             && body.get_document("set").is_ok_and(|set| !set.keys().all(|path| path.contains("$[]")));
         let destroys = self.options.destroy && !several && self.rng.random_bool(0.4);
-        let fills = self.is_plain && self.options.once && !several && !destroys && self.crowd.random_bool(0.3);
+        let fills = self.is_plain() && self.options.once && !several && !destroys && self.crowd.random_bool(0.3);
         let word = match self.rng.random_range(0..10) {
             _ if destroys && scenario.shape.is_array() => "remove",
             _ if destroys => "delete",
@@ -778,8 +773,7 @@ impl Generator {
 
     fn draw_expression(&mut self, scenario: &Scenario) -> Bson {
         if self.options.failing && !self.has(Odd::Failing) && self.frequencies.random_bool(0.2) {
-            let failing = [doc! {"$concat": ["$name", "!"]}, doc! {"$add": ["$n", 1]}];
-            return failing.choose(&mut self.frequencies).cloned().unwrap_or_default().into();
+            return odd::failing_expression(&mut self.frequencies);
         }
         if self.crowded_chance(0.5) {
             return Bson::from("$name");
@@ -835,7 +829,7 @@ impl Generator {
         let mut ops = Vec::new();
         for coll in self.used() {
             for nth in 0..self.options.documents {
-                let id = crowd::IDS.get(nth).filter(|_| self.is_crowded).copied().map(Bson::Int32);
+                let id = crowd::IDS.get(nth).filter(|_| self.is_crowded()).copied().map(Bson::Int32);
                 let mut doc = self.draw_document(&coll, id);
                 self.draw_overwritten(&coll, &mut doc);
                 ops.push(Op::Insert { coll: coll.clone(), doc });

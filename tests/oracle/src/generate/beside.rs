@@ -49,7 +49,7 @@ impl Generator {
     /// Lets some targets have an array of keys where the sources have an array too.
     pub(super) fn draw_both_sides(&mut self, scenario: &Scenario, body: &mut Document, outputs: &mut Vec<String>) {
         let refused = scenario.held_by != Held::Source || !scenario.shape.is_array() || scenario.kind == Kind::Into;
-        if refused || body.to_string().contains("$$target") || (self.beside.random_bool(0.5) && !self.is_crowded) {
+        if refused || body.to_string().contains("$$target") || (self.beside.random_bool(0.5) && !self.is_crowded()) {
             return;
         }
         let Ok(on) = body.get_document("match").cloned() else { return };

@@ -15,23 +15,48 @@ pub(super) fn key(rng: &mut StdRng) -> Bson {
     pick(rng, &[bson!(1), bson!(1), bson!(1), bson!(1), bson!(1.0), bson!(2), bson!(2), bson!([2, 1])])
 }
 
+/// How many references a world has to the same keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Crowding {
+    /// They are spread over all keys.
+    None,
+    /// Nearly all are to one of two keys.
+    Crowded,
+    /// As above, and the rules have no filters, and references that are single `_id`s.
+    Plain,
+}
+
+impl Crowding {
+    pub(super) fn draw(rng: &mut StdRng) -> Self {
+        match (rng.random_bool(0.3), rng.random_bool(0.4)) {
+            (false, _) => Self::None,
+            (true, false) => Self::Crowded,
+            (true, true) => Self::Plain,
+        }
+    }
+}
+
 impl Generator {
     /// True if nearly all references are to one of two keys.
     #[must_use]
     pub fn is_crowded(&self) -> bool {
-        self.is_crowded
+        self.crowding != Crowding::None
+    }
+
+    pub(super) fn is_plain(&self) -> bool {
+        self.crowding == Crowding::Plain
     }
 
     /// True with this probability in a crowded world.
     pub(super) fn crowded_chance(&mut self, probability: f64) -> bool {
-        self.is_crowded && self.crowd.random_bool(probability)
+        self.is_crowded() && self.crowd.random_bool(probability)
     }
 
     /// The direction and shape of a rule's references: often one with which keys share reads and statements.
     pub(super) fn draw_crowded_form(&mut self, kind: Kind, held_by: Held, shape: Shape) -> (Held, Shape) {
         match (kind, self.crowd.random_range(0..10)) {
-            (Kind::Collect | Kind::Aggregate, _) if self.is_plain => (Held::Source, Shape::Scalar),
-            (Kind::Set, _) if self.is_plain => (Held::Target, Shape::Scalar),
+            (Kind::Collect | Kind::Aggregate, _) if self.is_plain() => (Held::Source, Shape::Scalar),
+            (Kind::Set, _) if self.is_plain() => (Held::Target, Shape::Scalar),
             (Kind::Set, 0..=5) => (Held::Target, Shape::Scalar),
             (Kind::Set, 6..=7) => (Held::Source, Shape::Elements),
             (Kind::Collect | Kind::Aggregate, 0..=4) => (Held::Source, Shape::Scalar),
@@ -79,7 +104,7 @@ impl Generator {
 
     /// In a crowded world, sometimes moves one of two sources to another key: it often moves on while the last move is being applied.
     fn draw_crowded_move(&mut self) -> Option<Op> {
-        if !self.crowded_chance(if self.is_plain { 0.4 } else { 0.2 }) {
+        if !self.crowded_chance(if self.is_plain() { 0.4 } else { 0.2 }) {
             return None;
         }
         let moves = |scenario: &&Scenario| scenario.held_by == Held::Source && !scenario.shape.is_array();

@@ -111,7 +111,7 @@ impl Generator {
         let other = if scenario.holder() == scenario.target { scenario.source } else { scenario.target };
         let to = (self.options.database.as_str(), self.collections[other].as_str());
         let odd = self.odd.clone();
-        let (is_crowded, edges, extra) = (self.is_crowded, self.edges, &mut self.crowd);
+        let (is_crowded, edges, extra) = (self.is_crowded(), self.edges, &mut self.crowd);
         let mut key = |rng: &mut StdRng| {
             if is_crowded && extra.random_bool(0.85) {
                 return crowd::key(extra);

@@ -90,6 +90,11 @@ pub(super) fn drawn(rng: &mut StdRng, allowed: &[Odd]) -> BTreeSet<Odd> {
 /// Sizes of large values in bytes: some documents hold two of the smaller ones, and one of the largest fits alone.
 const LARGE: [usize; 4] = [1 << 20, 3 << 20, 9 << 20, (16 << 20) - 20_000];
 
+/// An expression that fails for some values.
+pub(super) fn failing_expression(rng: &mut StdRng) -> Bson {
+    draw::pick(rng, &[bson!({"$concat": ["$name", "!"]}), bson!({"$add": ["$n", 1]})])
+}
+
 impl Generator {
     /// True if this world has the kind.
     #[must_use]
@@ -275,8 +280,7 @@ impl Generator {
             return Some(doc! {"$cond": [{"$eq": ["$num", 3]}, long, "$name"]}.into());
         }
         if self.has(Odd::Failing) && self.rng.random_bool(0.4) {
-            let failing = [doc! {"$concat": ["$name", "!"]}, doc! {"$add": ["$n", 1]}];
-            return failing.choose(&mut self.rng).cloned().map(Bson::Document);
+            return Some(failing_expression(&mut self.rng));
         }
         if self.has(Odd::Empty) && self.rng.random_bool(0.5) {
             let paths = ["$tags", "$info", "$list", "$name", "$info.a", "$list.x"];

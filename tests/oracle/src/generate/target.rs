@@ -12,7 +12,7 @@ impl Generator {
         let inside = body.get_document("set").is_ok_and(|set| set.keys().any(|path| path.contains("$[]")));
         let nested = scenario.shape.key_paths("").iter().any(|path| path.matches("$[]").count() > 1);
         let held = scenario.held_by == Held::Target && scenario.shape.is_array();
-        let more = (self.is_crowded || self.has(Odd::EdgeIds)) && self.crowd.random_bool(0.3);
+        let more = (self.is_crowded() || self.has(Odd::EdgeIds)) && self.crowd.random_bool(0.3);
         let is_excluded = removes || body.contains_key("once") || (inside && nested) || self.is_echoed(scenario.target);
         if is_excluded || (self.targets.random_bool(0.7) && !more) {
             return;
@@ -66,8 +66,8 @@ impl Generator {
                 _ if whole => vec![Bson::from("$$ROOT"), path].into(),
                 0 => path,
                 // In a crowded world without an operator: then values are computed even from sources whose key is an array.
-                1 if !self.is_crowded => doc! {"$ifNull": [path, "$name"]}.into(),
-                2 if !self.is_crowded => {
+                1 if !self.is_crowded() => doc! {"$ifNull": [path, "$name"]}.into(),
+                2 if !self.is_crowded() => {
                     doc! {"id": "$_id", "same": {"$eq": ["$label", path.clone()]}, "mine": path}.into()
                 }
                 _ => vec![Bson::from("$num"), path].into(),
