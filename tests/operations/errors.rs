@@ -65,7 +65,7 @@ fn a_missing_file_is_searched_for_where_it_is_named() {
     assert!(told(&output).contains("hint: the path comes from DENORMD_CONFIG"), "{}", told(&output));
 }
 
-/// `run` keeps trying, and its status has the message that `plan` would print.
+/// `run` keeps trying, and its status has the message that `plan` would print. The connection string is corrected meanwhile.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_daemon_that_cannot_connect_says_why_in_its_status() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -91,6 +91,14 @@ async fn a_daemon_that_cannot_connect_says_why_in_its_status() {
         "{}",
         told(&output)
     );
+    let text = std::fs::read_to_string(file.path()).unwrap();
+    file.write(&text.replace("127.0.0.1:1/", "127.0.0.1:2/"));
+    until("it tries the server that the changed config names", async || {
+        let answer = client::get(address, "/v1/status", Duration::from_secs(10)).await.ok()?;
+        let status = answer.json::<serde_json::Value>().ok()?;
+        status["causes"].to_string().contains("127.0.0.1:2: connection refused").then_some(())
+    })
+    .await;
     child.kill().unwrap();
     child.wait().unwrap();
 }

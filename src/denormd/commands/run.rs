@@ -90,9 +90,8 @@ pub async fn until_stopped(
     let (board, guard) = serve(&loaded, &instance, &ended)?;
     // Startup is complete: the address is bound and the config is valid. The cluster may become available later.
     service::ready();
-    let context = tokio::select! {
-        context = patiently(&loaded, &board, wait) => context?,
-        () = signals.stop() => return Ok(()),
+    let Some((loaded, context)) = reach(paths, loaded, (&board, &guard), wait, &mut signals).await? else {
+        return Ok(());
     };
     say_cluster(&context.server).await;
     let config = &loaded.config;
@@ -311,6 +310,82 @@ async fn patiently(loaded: &Loaded, board: &Board, wait: bool) -> Result<Arc<Con
     }
 }
 
+/// Waits until the cluster can be used. What keeps it from that may be in the config, such as a wrong password or host name, so a
+/// changed config is taken meanwhile; one that is wrong is refused. None if a signal to stop came.
+async fn reach(
+    paths: &[PathBuf],
+    mut loaded: Loaded,
+    (board, guard): (&Board, &Guard),
+    wait: bool,
+    signals: &mut Signals,
+) -> Result<Option<(Loaded, Arc<Context>)>, Failure> {
+    let mut is_refused = false;
+    loop {
+        tokio::select! {
+            context = patiently(&loaded, board, wait) => {
+                if is_refused {
+                    signals.try_again();
+                }
+                return Ok(Some((loaded, context?)));
+            }
+            wake = signals.next() => if wake == Wake::Stop {
+                return Ok(None);
+            },
+        }
+        service::reloading();
+        let changed = async {
+            let changed = load_again(paths, &loaded.config)?;
+            compile(&changed).await?;
+            Ok::<_, Failure>(changed)
+        };
+        let result = tokio::select! {
+            result = changed => result,
+            () = signals.stop() => return Ok(None),
+        };
+        is_refused = result.is_err();
+        match result {
+            Ok(changed) => {
+                take_settings(&changed, (board, guard), signals);
+                loaded = changed;
+            }
+            Err(failure) => refuse(board, &failure.to_string()),
+        }
+        service::ready();
+    }
+}
+
+/// Loads the config again for a daemon that has this one.
+fn load_again(paths: &[PathBuf], old: &Config) -> Result<Loaded, Failure> {
+    let loaded = config::load(paths, &config::process_environment())?;
+    if demands_restart(old, &loaded.config) {
+        let message = "`name`, `state` and `lease` cannot change while the daemon runs";
+        return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
+    }
+    Ok(loaded)
+}
+
+/// Applies the settings of a config that was loaded again, beside its rules.
+fn take_settings(loaded: &Loaded, (board, guard): (&Board, &Guard), signals: &mut Signals) {
+    guard.obey(&loaded.config.http);
+    board.insecure(connect::insecure(&loaded.config.mongodb.uri));
+    signals.watch(files_of(loaded));
+    warn_of_insecure(loaded);
+    board.metrics.reloaded(true);
+    let count = counted(loaded.config.rules.len() as u64, "rule");
+    // The board logs it.
+    board.happened("config_reloaded", &format!("config reloaded: {count}"));
+}
+
+/// Reports that a config that was loaded again is refused, for the reason in `text`.
+fn refuse(board: &Board, text: &str) {
+    board.metrics.reloaded(false);
+    // The first line contains the place and the mistake; the others quote the file.
+    let reason = text.lines().next().unwrap_or_default().to_owned();
+    board.metrics.record_error(None, "read the config again", &Error::new(Kind::Config, &reason));
+    board.happened("config_refused", &format!("the new config is refused: {reason}"));
+    tracing::error!(reason = %text, "the new config is refused; the old rules stay in force, and it is tried again");
+}
+
 /// True if a running daemon refuses the new config until it is restarted.
 #[must_use]
 pub fn demands_restart(old: &Config, new: &Config) -> bool {
@@ -354,11 +429,7 @@ impl Rules {
 
     async fn take(&mut self, paths: &[PathBuf], signals: &mut Signals) -> Reload {
         let result = async {
-            let loaded = config::load(paths, &config::process_environment())?;
-            if demands_restart(&self.loaded.config, &loaded.config) {
-                let message = "`name`, `state` and `lease` cannot change while the daemon runs";
-                return Err(Error::new(Kind::Config, message).hint("restart it with the new config").into());
-            }
+            let loaded = load_again(paths, &self.loaded.config)?;
             let context = ready(&loaded, &self.board).await?;
             Ok::<_, Failure>((loaded, context))
         };
@@ -371,14 +442,7 @@ impl Rules {
                 self.board.reached(context.clone(), loaded.config.lease.ttl);
                 (self.loaded, self.context, self.refused) = (loaded, context, None);
                 self.connection.replace(self.context.server.unfenced());
-                self.guard.obey(&self.loaded.config.http);
-                self.board.insecure(connect::insecure(&self.loaded.config.mongodb.uri));
-                signals.watch(files_of(&self.loaded));
-                warn_of_insecure(&self.loaded);
-                self.board.metrics.reloaded(true);
-                let count = counted(self.loaded.config.rules.len() as u64, "rule");
-                // The board logs it.
-                self.board.happened("config_reloaded", &format!("config reloaded: {count}"));
+                take_settings(&self.loaded, (&self.board, &self.guard), signals);
                 Reload::Taken
             }
             Err(failure) => {
@@ -388,12 +452,7 @@ impl Rules {
                 if signals.is_repeated() && self.refused.as_ref() == Some(&text) {
                     return Reload::Refused;
                 }
-                self.board.metrics.reloaded(false);
-                // The first line contains the place and the mistake; the others quote the file.
-                let reason = text.lines().next().unwrap_or_default().to_owned();
-                self.board.metrics.record_error(None, "read the config again", &Error::new(Kind::Config, &reason));
-                self.board.happened("config_refused", &format!("the new config is refused: {reason}"));
-                tracing::error!(reason = %text, "the new config is refused; the old rules stay in force, and it is tried again");
+                refuse(&self.board, &text);
                 self.refused = Some(text);
                 Reload::Refused
             }
