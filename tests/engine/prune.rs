@@ -5,7 +5,7 @@ use std::time::Duration;
 use bson::{Document, doc};
 use denormd_engine::{
     checkpoint::{requests::RequestedWork, store::Store},
-    deployment::repartitioning::divide,
+    deployment::{identity::Identity, lease::Lease, repartitioning::divide},
 };
 use denormd_fixture::{ReplicaSet, TestDb};
 use denormd_mongo::Server;
@@ -93,6 +93,26 @@ async fn a_config_without_all_rules_of_the_deployment_does_not_lead() {
     assert_eq!(all(&test.beside("state"), "rules").await, states);
     assert_eq!(requests(&test).await, []);
     // The rule that a command names may be gone.
+    program.run(&["prune", "label"]).await.exits(0);
+    assert_eq!(labels(&test).await, [None, None, None]);
+}
+
+/// A deployment that gets another name is a new one, whose rules own the fields. Under the old name, they were removed.
+#[tokio::test]
+async fn fields_of_another_deployment_are_left_alone() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, LABEL).await;
+    have_run(&test, &format!("{LABEL}\nname: shop")).await;
+    let (before, state) = (labels(&test).await, test.beside("state"));
+    let (server, instance) = (Server::new(test.client.clone()), Identity::of_this_process());
+    let lease = Lease::new(server.unfenced(), state.name(), "shop", &instance, Duration::from_secs(60));
+    let held = lease.stand_by().await;
+    let program = Program::new(&config(&test, OTHER));
+    let told = program.run(&["prune", "label"]).await.exits(4).err;
+    assert!(told.contains("rule `label` of the deployment `shop` owns `label` of "), "{told}");
+    assert_eq!(labels(&test).await, before);
+    held.release().await;
     program.run(&["prune", "label"]).await.exits(0);
     assert_eq!(labels(&test).await, [None, None, None]);
 }

@@ -9,9 +9,10 @@ use denormd_engine::{
         requests::RequestedWork,
         rule_record::{Retired, RuleRecord},
     },
-    jobs::prune::{count, retired},
+    jobs::prune::{count, owned_elsewhere, retired},
 };
 use denormd_model::{rule_state::RuleState, text::counted};
+use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
 /// Has the leader remove the retired fields of a rule, or of all rules that the state knows; takes the lease where nobody
@@ -26,6 +27,14 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
     let mut pruned = Vec::new();
     for (name, state) in known.iter().filter(|(name, _)| rule.is_none_or(|rule| rule == name)) {
         let retired = retired(&context.plan, state, is_active(name));
+        if !retired.is_empty()
+            && let Some(owner) = owned_elsewhere(&context, &retired).await?
+        {
+            let error = Error::new(Kind::State, format!("the fields of `{name}` are not pruned: {owner}"));
+            return Err(error
+                .hint("if they are to go, take that rule out of the config of its deployment first")
+                .into());
+        }
         let mut paths = Vec::new();
         for retired in &retired {
             paths.push((retired.clone(), count(&context, retired).await?));

@@ -48,6 +48,19 @@ pub(crate) async fn sources_seen(
     }
 }
 
+/// The records of the rules that are in the config of another deployment in the same state database: the id of the deployment or
+/// partition, and the rule's name. Those that cannot be read are left out.
+pub(crate) async fn of_other_deployments(
+    server: &Server,
+    database: &str,
+    deployment: &str,
+) -> Result<Vec<(String, String, RuleRecord)>> {
+    let others = doc! {"$nor": [of_deployment("_id.deployment", deployment)]};
+    let found = all(server.collection(database, RULES).find(doc! {"$and": [others, is_in_config()]})).await?;
+    let records = found.iter().filter_map(|document| read(document).ok());
+    Ok(records.map(|(id, record)| (id.deployment, id.rule, record)).collect())
+}
+
 /// The records of these rules, of each partition.
 async fn records(
     server: &Server,

@@ -6,10 +6,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     checkpoint::{
+        earlier,
         requests::RequestOutcome,
         rule_record::{Retired, RuleRecord},
         store::Store,
     },
+    deployment::lease,
     reconcile::{
         Context,
         scan::{self, Page, Wanted},
@@ -78,6 +80,34 @@ fn is_owned(plan: &Plan, retired: &Retired) -> bool {
 pub(super) fn owns(rule: &Rule, retired: &Retired) -> bool {
     rule.target.namespace.to_string() == retired.collection
         && rule.owned().into_iter().any(|owned| owned.overlaps_loosely(&retired.path))
+}
+
+/// The reason why these fields must not be removed: a rule of another deployment owns one of them, as after a change of the deployment's
+/// name. Only deployments that have a leader count; the state of one that has ended for good may still be there.
+pub async fn owned_elsewhere(context: &Context, paths: &[Retired]) -> Result<Option<String>> {
+    let (server, dead_letters) = (&context.server, &context.dead_letters);
+    let (database, deployment) = (&dead_letters.database, &dead_letters.deployment);
+    for (id, rule, record) in earlier::of_other_deployments(server, database, deployment).await? {
+        let Some(retired) = paths.iter().find(|retired| writes(&record, retired)) else { continue };
+        if lease::is_held(server, database, std::slice::from_ref(&id)).await? {
+            let Retired { collection, path, .. } = retired;
+            let other = id.split('#').next().unwrap_or_default();
+            return Ok(Some(format!("rule `{rule}` of the deployment `{other}` owns `{path}` of `{collection}`")));
+        }
+    }
+    Ok(None)
+}
+
+/// True if a rule with this record writes the path, or a part of it.
+fn writes(record: &RuleRecord, retired: &Retired) -> bool {
+    let definition = &record.definition;
+    let is_blocked = matches!(record.state.block(), Some(BlockReason::Adoption(_)));
+    let in_shadow = definition.get_bool("shadow").unwrap_or_default();
+    let target = definition.get_document("target").and_then(|target| target.get_str("collection"));
+    !is_blocked
+        && !in_shadow
+        && target.is_ok_and(|target| target == retired.collection)
+        && owned_paths(definition).iter().any(|owned| owned.overlaps_loosely(&retired.path))
 }
 
 /// Number of documents with the retired field.
