@@ -110,8 +110,8 @@ pub struct Signals {
     paths: Vec<PathBuf>,
     /// Files with secrets that the config names.
     named: Vec<PathBuf>,
-    /// The content of all files when they were last loaded or refused.
-    seen: Option<Vec<String>>,
+    /// The content of the files before they were last loaded or refused: those of the config, then those that it names.
+    seen: Option<(Vec<String>, Vec<String>)>,
     again: Option<Instant>,
     /// True if the last reload was requested by time alone.
     repeated: bool,
@@ -137,11 +137,13 @@ impl Signals {
         signals
     }
 
-    /// Also watches these files, which the config names.
+    /// Also watches these files, which the config names. A change of the config's own files since they were loaded is still to be
+    /// read.
     pub fn watch(&mut self, named: Vec<PathBuf>) {
         if named != self.named {
             self.named = named;
-            self.seen = self.look();
+            let files = self.seen.take().map(|(files, _)| files);
+            self.seen = files.zip(self.look_at_named());
         }
     }
 
@@ -157,12 +159,13 @@ impl Signals {
     }
 
     /// The content of the files; None while one of them cannot be read, such as in the middle of a replacement.
-    fn look(&self) -> Option<Vec<String>> {
-        let mut texts = config::snapshot(&self.paths)?;
-        for path in &self.named {
-            texts.push(String::from_utf8_lossy(&file::bytes(path, file::SECRET).ok()?).into_owned());
-        }
-        Some(texts)
+    fn look(&self) -> Option<(Vec<String>, Vec<String>)> {
+        config::snapshot(&self.paths).zip(self.look_at_named())
+    }
+
+    fn look_at_named(&self) -> Option<Vec<String>> {
+        let text = |path: &PathBuf| Some(String::from_utf8_lossy(&file::bytes(path, file::SECRET).ok()?).into_owned());
+        self.named.iter().map(text).collect()
     }
 
     /// Waits for the next request.
@@ -193,5 +196,26 @@ impl Signals {
     /// Waits for a signal to stop.
     pub async fn stop(&mut self) {
         self.source.stop().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// While a config was put into force that names another file, a second change of the rules was taken for known.
+    #[tokio::test]
+    async fn a_change_during_a_reload_is_not_missed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (rules, uri) = (folder.path().join("shop.yaml"), folder.path().join("uri"));
+        std::fs::write(&rules, "first").unwrap();
+        std::fs::write(&uri, "mongodb://one/").unwrap();
+        let (_stop, asked) = oneshot::channel();
+        let mut signals = Signals::until(asked, std::slice::from_ref(&rules));
+        std::fs::write(&rules, "second").unwrap();
+        signals.watch(vec![uri]);
+        assert_eq!(signals.next().await, Wake::Reload);
+        let again = tokio::time::timeout(POLL_INTERVAL * 2, signals.next()).await;
+        assert!(again.is_err(), "each change is read once");
     }
 }
