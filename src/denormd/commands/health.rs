@@ -72,7 +72,8 @@ pub async fn health(output: Output, daemon: client::Daemon, live: bool) -> Resul
     if answer.ok {
         Ok(())
     } else {
-        Err(Error::new(Kind::Unavailable, format!("not ready (HTTP {}): {why}", answer.code)).into())
+        let what = if live { "not alive" } else { "not ready" };
+        Err(Error::new(Kind::Unavailable, format!("{what} (HTTP {}): {why}", answer.code)).into())
     }
 }
 
