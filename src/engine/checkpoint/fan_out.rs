@@ -1,7 +1,9 @@
 //! Records of fan-out jobs, which are too large for one command. Once a job is recorded by a majority, the position may
 //! pass the event that started it, and after a restart the job resumes from its saved position.
 
-use bson::{Bson, DateTime, Document, doc, oid::ObjectId};
+use std::time::Duration;
+
+use bson::{Bson, DateTime, Document, RawDocumentBuf, doc, oid::ObjectId};
 use futures_util::TryStreamExt;
 use serde::Deserialize;
 
@@ -14,6 +16,7 @@ use denormd_model::{
 use denormd_mongo::{
     Server, bounded,
     error::{Error, Result},
+    text,
 };
 use denormd_rules::plan::{Plan, Rule, RuleId};
 
@@ -21,6 +24,8 @@ use super::term::{mine, refused_upsert};
 
 /// The collection of fan-out jobs in the state database: one document per deployment, rule, task and key.
 pub const COLLECTION: &str = "fan_outs";
+/// Time limit for deleting the jobs of a rule.
+const FORGETTING: Duration = Duration::from_secs(5);
 
 /// The identity of a fan-out job. At most one job per subject exists at a time.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -89,11 +94,14 @@ impl FanOuts {
     /// Saves the job's position. Returns false if the job has been requested again.
     pub async fn advance(&self, server: &Server, rule: &Rule, job: &FanOut) -> Result<bool> {
         let after: Vec<Bson> = job.after.iter().cloned().collect();
-        let mut update = doc! {"after": after, "saved": clock::now()};
-        if job.in_parts {
-            update.insert("in_parts", true);
-        }
-        let update = doc! {"$set": update};
+        let mut set = doc! {"after": after, "saved": clock::now()};
+        // With the order that the position belongs to: a delayed write may come after a change of the order.
+        let update = if job.in_parts {
+            set.insert("in_parts", true);
+            doc! {"$set": set}
+        } else {
+            doc! {"$set": set, "$unset": {"in_parts": ""}}
+        };
         let fan_outs = server.collection(&self.database, COLLECTION);
         // A delayed write moves the position back, which only repeats work.
         Ok(bounded(fan_outs.update_one(self.requested(server, rule, job), update)).await?.matched_count > 0)
@@ -115,13 +123,15 @@ impl FanOuts {
         found.map(|found| progress(&found, subject.clone()).ok_or_else(|| unreadable(&found))).transpose()
     }
 
-    /// Deletes all jobs of a rule, because a backfill of the rule covers them.
+    /// Deletes all jobs of a rule, because a backfill of the rule covers them. Under the leader's deadline: a delayed deletion would
+    /// take the jobs that were opened behind that backfill.
     pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
         let filter = doc! {
             "_id.deployment": &self.deployment, "_id.rule": rule, "term": {"$not": {"$gt": server.term()}},
         };
-        bounded(server.collection(&self.database, COLLECTION).delete_many(filter)).await?;
-        Ok(())
+        let delete = text::escaped(&RawDocumentBuf::try_from(&doc! {"q": filter, "limit": 0})?).into_owned();
+        let mut done = server.delete(&self.database, COLLECTION, &[delete], FORGETTING).await?;
+        done.refused.pop().map_or(Ok(()), |(_, error)| Err(error))
     }
 
     /// Reads the jobs of all rules in the plan.
