@@ -275,6 +275,8 @@ fn positions(positions: &[Document], old: usize) -> Result<Vec<Document>> {
         let whole = positions.len() == old && positions.iter().all(|(_, position)| position.get("cluster") == cluster);
         let mut last = positions.iter().min_by_key(|(time, _)| *time)?.1.clone();
         last.extend(doc! {"token": Bson::Null, "pipeline": []});
+        // They are those of one partition. Another one that was ahead may have changed targets later.
+        last.remove("effects");
         whole.then_some(last)
     };
     Ok(by_stream.into_values().filter_map(last).collect())
@@ -496,12 +498,13 @@ mod tests {
         let at = |place: usize, time: u32| {
             doc! {
                 "_id": {"deployment": format!("d#{place}/2"), "stream": "app"}, "time": Timestamp { time, increment: 1 },
-                "token": {"_data": "x"}, "pipeline": [{}], "cluster": 1,
+                "token": {"_data": "x"}, "pipeline": [{}], "cluster": 1, "effects": {"at": Timestamp { time, increment: 1 }},
             }
         };
         let both = positions(&[at(0, 9), at(1, 5)], 2).unwrap();
         assert_eq!(both[0].get_timestamp("time").unwrap().time, 5);
         assert_eq!(both[0].get("token"), Some(&Bson::Null));
+        assert_eq!(both[0].get("effects"), None, "the other one may have changed targets later");
         assert_eq!(positions(&[at(0, 9)], 2).unwrap(), Vec::<Document>::new(), "one of them has none");
         let mut unreadable = at(1, 5);
         unreadable.insert("time", 5);
