@@ -332,9 +332,10 @@ impl Follower<'_> {
         (!open_again).then_some(error)
     }
 
-    /// True if the next event is too large to be sent.
+    /// True if the next event is too large to be sent. An error with a code is an answer: a router, for example, that does not reach a
+    /// shard has not closed the connection.
     async fn is_too_large(&mut self, error: &Error) -> bool {
-        if error.kind == Kind::Connection && self.server.operation_time().await.is_ok() {
+        if error.kind == Kind::Connection && error.code.is_none() && self.server.operation_time().await.is_ok() {
             self.state.hang_ups += 1;
         } else {
             self.state.hang_ups = 0;
