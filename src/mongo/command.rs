@@ -459,6 +459,7 @@ impl Server {
         let primary = Primary::of(&self.client);
         let database = self.database(database);
         let command = text::unescaped(command);
+        let sent = window.sent(self.fence.as_deref());
         let answer = primary.attend(database.run_raw_command(command).selection_criteria(primary.criteria()));
         let result = match tokio::time::timeout_at(window.over, answer).await {
             Ok(Ok(answer)) => answer.map_err(Error::from),
@@ -473,6 +474,7 @@ impl Server {
                 primary.wait_out(window.over).await;
             }
         }
+        sent.ended();
         if let Some(time) = result.as_ref().ok().and_then(|reply| reply.get_timestamp("operationTime").ok()) {
             let mut acknowledged = self.acknowledged.lock();
             *acknowledged = (*acknowledged).max(time.into());

@@ -39,13 +39,39 @@ pub struct Fence {
     /// The end of the lease, and the time of its grant or last renewal.
     lease: Mutex<(End, Instant)>,
     superseded: AtomicBool,
+    /// The moment after which writes whose answers nobody waits for can no longer run.
+    abandoned: Mutex<Option<Instant>>,
+}
+
+/// A write that was sent. If the wait for its answer is cancelled, its fence remembers until when it may still run.
+#[derive(Debug)]
+pub struct Sent<'a> {
+    fence: Option<&'a Fence>,
+    over: Instant,
+}
+
+impl Sent<'_> {
+    /// The write was answered or waited out.
+    pub fn ended(mut self) {
+        self.fence = None;
+    }
+}
+
+impl Drop for Sent<'_> {
+    fn drop(&mut self) {
+        if let Some(fence) = self.fence {
+            let mut abandoned = fence.abandoned.lock();
+            *abandoned = (*abandoned).max(Some(self.over));
+        }
+    }
 }
 
 impl Fence {
     /// A leadership of this term until `end`.
     #[must_use]
     pub fn new(term: i64, end: End) -> Self {
-        Self { term, lease: Mutex::new((end, Instant::now())), superseded: AtomicBool::new(false) }
+        let lease = Mutex::new((end, Instant::now()));
+        Self { term, lease, superseded: AtomicBool::new(false), abandoned: Mutex::default() }
     }
 
     /// Term of the leadership, which grows with every take-over.
@@ -79,6 +105,14 @@ impl Fence {
     #[must_use]
     pub fn is_superseded(&self) -> bool {
         self.superseded.load(Ordering::SeqCst)
+    }
+
+    /// Waits until no write can run whose answer nobody waits for any more.
+    pub async fn abandoned_writes_are_over(&self) {
+        let abandoned = *self.abandoned.lock();
+        if let Some(over) = abandoned {
+            tokio::time::sleep_until(over).await;
+        }
     }
 
     fn end(&self) -> i64 {
@@ -122,6 +156,12 @@ impl Window {
         let cluster_end = fence.map_or(u32::MAX, Fence::cluster_end);
         Ok(Self { deadline: now.saturating_add(timeout), cluster_end, run, over })
     }
+
+    /// A write of this window that is about to be sent.
+    #[must_use]
+    pub fn sent<'a>(&self, fence: Option<&'a Fence>) -> Sent<'a> {
+        Sent { fence, over: self.over }
+    }
 }
 
 #[cfg(test)]
@@ -147,6 +187,20 @@ mod tests {
         assert!(Window::new(Some(&fence), 1_000_000, Duration::from_secs(5), sent).is_err());
         fence.extend(at(1_000_500));
         assert!(Window::new(Some(&fence), 1_000_000, Duration::from_secs(5), sent).is_ok());
+    }
+
+    /// The next leader would begin while the write may still run.
+    #[test]
+    fn a_write_whose_wait_was_cancelled_may_still_run() {
+        let fence = Fence::new(1, at(1_010_000));
+        let window =
+            |seconds| Window::new(Some(&fence), 1_000_000, Duration::from_secs(seconds), Instant::now()).unwrap();
+        window(2).sent(Some(&fence)).ended();
+        assert_eq!(*fence.abandoned.lock(), None);
+        let last = window(3);
+        drop(last.sent(Some(&fence)));
+        drop(window(1).sent(Some(&fence)));
+        assert_eq!(*fence.abandoned.lock(), Some(last.over));
     }
 
     /// A leader of release 0.1 that was frozen wrote under the end that a primary with a fast clock had set, although another one had

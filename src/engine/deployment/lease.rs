@@ -325,8 +325,9 @@ impl<R: Registry> Held<R> {
     }
 
     /// Gives the lease back, so that another instance leads at once. Call it only after every write under the lease has
-    /// been answered or waited out.
+    /// been answered or waited out, or its wait cancelled: such a write is waited out here.
     pub async fn release(self) {
+        self.fence.abandoned_writes_are_over().await;
         self.renewal.abort();
         let term = self.term();
         match tokio::time::timeout(RELEASE, self.registry.give_back(&self.owner)).await {
