@@ -15,4 +15,4 @@ pub mod tree;
 pub use bucket::Bucket;
 pub use compile::{compile, owned_paths};
 pub use reference::{Pair, Reference};
-pub use rule::{Assignment, Creates, Groups, Keyed, Plan, Rule, RuleId, Side, Values};
+pub use rule::{Assignment, Creates, Groups, Keyed, Plan, Rule, RuleId, Side, Values, is_same_definition};

@@ -2,7 +2,7 @@
 
 mod table;
 
-use bson::{Document, doc};
+use bson::{Bson, Document, doc};
 use denormd_engine::{checkpoint::store::Store, inspection::suspicion::suspicions, pipeline};
 use denormd_model::rule_state::{BlockReason, RuleState};
 use serde_json::json;
@@ -412,6 +412,52 @@ async fn a_change_that_was_withdrawn_is_counted_again() {
     let state = run(&changed).await;
     assert!(matches!(state.block(), Some(BlockReason::Adoption(_))), "{state:?}");
     assert_eq!(targets.count_documents(doc! {"mail": "the application's"}).await.unwrap(), 30);
+}
+
+/// An order of this customer, without a copy.
+async fn one_order(db: &mongodb::Database, customer: Document) {
+    db.collection("customers").insert_many([customer, doc! {"_id": 2, "n": 5}]).await.unwrap();
+    db.collection("orders").insert_one(doc! {"_id": 1, "customer": 1}).await.unwrap();
+    let keys = doc! {"createIndexes": "orders", "indexes": [{"key": {"customer": 1}, "name": "customer_1"}]};
+    db.run_command(keys).await.unwrap();
+}
+
+/// A number of another type is another definition. The server called both equal, and the daemon ended: it neither found a decision
+/// about the new one nor could record one.
+#[tokio::test]
+async fn a_rule_with_a_number_of_another_type_is_a_changed_rule() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    one_order(&db, doc! {"_id": 1}).await;
+    for (number, expected) in
+        [("0", Bson::Int32(0)), ("0.0", Bson::Double(0.0)), ("-0.0", Bson::Double(-0.0)), ("0", Bson::Int32(0))]
+    {
+        let rule = RIGHT.replace("$firstName", &format!("{{ $ifNull: [$n, {number}] }}"));
+        assert_eq!(state_after_a_run(&test, &rule).await, RuleState::Live);
+        let order = db.collection::<Document>("orders").find_one(doc! {"_id": 1}).await.unwrap().unwrap();
+        assert_eq!(format!("{:?}", order.get("customerName")), format!("{:?}", Some(&expected)));
+    }
+    // A definition with NaN is the same at each start.
+    let rule = RIGHT.replace("$firstName", "{ $ifNull: [$n, .nan] }");
+    for _ in 0..2 {
+        assert_eq!(state_after_a_run(&test, &rule).await, RuleState::Live);
+    }
+}
+
+/// The fields of a copied document in another order are another value. The daemon took the definitions for the same: the targets
+/// kept the former order until an audit reported them as drift.
+#[tokio::test]
+async fn a_rule_that_copies_fields_in_another_order_is_a_changed_rule() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    one_order(&db, doc! {"_id": 1, "a": 1, "b": 2}).await;
+    for (value, expected) in [("{ a: $a, b: $b }", ["a", "b"]), ("{ b: $b, a: $a }", ["b", "a"])] {
+        let rule = RIGHT.replace("$firstName", value);
+        assert_eq!(state_after_a_run(&test, &rule).await, RuleState::Live);
+        let order = db.collection::<Document>("orders").find_one(doc! {"_id": 1}).await.unwrap().unwrap();
+        let copied = order.get_document("customerName").unwrap();
+        assert_eq!(copied.keys().collect::<Vec<_>>(), expected);
+    }
 }
 
 /// The table's rule that would remove a value, in three partitions: no partition writes, not even where nothing would

@@ -13,7 +13,7 @@ use denormd_engine::{
 };
 use denormd_model::{rule_state::RuleState, text::counted};
 use denormd_mongo::error::{Error, Kind};
-use denormd_rules::config::Loaded;
+use denormd_rules::{config::Loaded, plan::is_same_definition};
 
 /// Has the leader remove the retired fields of a rule, or of all rules that the state knows; takes the lease where nobody
 /// leads.
@@ -45,7 +45,9 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
             leader::request(loaded, &context, &store, (name, RequestedWork::Prune(retired)), &gone).await?;
             // A leader may have recorded meanwhile that the rule is not in its config.
             let now = store.rules(&context.server).await?.into_iter().find(|(other, _)| other == name);
-            let is_same = |now: &RuleRecord| now.definition == state.definition && now.retired == state.retired;
+            let is_same = |now: &RuleRecord| {
+                is_same_definition(&now.definition, &state.definition) && now.retired == state.retired
+            };
             if let Some((_, now)) = now.filter(|(_, now)| is_same(now)) {
                 let is_removed = !is_active(name) && now.state == RuleState::Removed;
                 store.forget(&context.server, name, &now, is_removed).await?;

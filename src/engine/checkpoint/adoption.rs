@@ -14,6 +14,7 @@ use denormd_mongo::{
     error::{Error, Result},
     unless,
 };
+use denormd_rules::plan::is_same_definition;
 
 /// The collection of decisions: one document per deployment and rule.
 pub const COLLECTION: &str = "adoptions";
@@ -54,16 +55,7 @@ impl Decisions<'_> {
     /// The latest decision about a rule.
     pub async fn of(&self, rule: &str) -> Result<Option<Decision>> {
         let found = bounded(self.collection().find_one(doc! {"_id": self.id(rule)})).await?;
-        let Some(found) = found else { return Ok(None) };
-        // A block that is not understood must not allow the rule to write.
-        let document = |name: &str| match found.get(name) {
-            None | Some(Bson::Null) => Ok(None),
-            Some(Bson::Document(document)) => Ok(Some(document.clone())),
-            Some(_) => Err(unreadable(COLLECTION, &found, &format!("`{name}` is no document"))),
-        };
-        let Some(definition) = document("definition")? else { return Ok(None) };
-        let block = document("block")?.map(bson::deserialize_from_document).transpose()?;
-        Ok(Some(Decision { definition, earlier: document("earlier")?, block }))
+        found.as_ref().map_or(Ok(None), decision_in)
     }
 
     /// Records a decision, unless one exists for this definition. Returns the recorded one.
@@ -75,12 +67,24 @@ impl Decisions<'_> {
         };
         let other = doc! {"_id": self.id(rule), "definition": {"$ne": decision.definition.clone()}};
         let collection = self.collection();
-        let decided = bounded(collection.update_one(other, doc! {"$set": state}).upsert(true)).await;
+        let decided = bounded(collection.update_one(other, doc! {"$set": state.clone()}).upsert(true)).await;
         if unless(code::DUPLICATE_KEY, decided)?.is_some() {
             return Ok(decision);
         }
-        let first = self.of(rule).await?.filter(|first| first.definition == decision.definition);
-        first.ok_or_else(|| Error::internal("the decision about a rule changes while it is made"))
+        loop {
+            let found = bounded(collection.find_one(doc! {"_id": self.id(rule)})).await?;
+            let found = found.ok_or_else(|| Error::internal("the decision about a rule changes while it is made"))?;
+            let first = decision_in(&found)?;
+            if let Some(first) = first.filter(|first| is_same_definition(&first.definition, &decision.definition)) {
+                return Ok(first);
+            }
+            // The server calls definitions equal whose numbers differ only in type, 0 and 0.0: this one replaces the other.
+            let [at, agreed] = ["at", "agreed"].map(|name| found.get(name).cloned().unwrap_or(Bson::Null));
+            let same = doc! {"_id": self.id(rule), "at": at, "agreed": agreed};
+            if bounded(collection.update_one(same, doc! {"$set": state.clone()})).await?.matched_count > 0 {
+                return Ok(decision);
+            }
+        }
     }
 
     /// Records that somebody has agreed to this definition.
@@ -122,4 +126,17 @@ impl Decisions<'_> {
         bounded(collection.delete_one(doc! {"_id": self.id(rule)})).await?;
         Ok(())
     }
+}
+
+/// The decision in a document; None if it is about no definition.
+fn decision_in(found: &Document) -> Result<Option<Decision>> {
+    // A block that is not understood must not allow the rule to write.
+    let document = |name: &str| match found.get(name) {
+        None | Some(Bson::Null) => Ok(None),
+        Some(Bson::Document(document)) => Ok(Some(document.clone())),
+        Some(_) => Err(unreadable(COLLECTION, found, &format!("`{name}` is no document"))),
+    };
+    let Some(definition) = document("definition")? else { return Ok(None) };
+    let block = document("block")?.map(bson::deserialize_from_document).transpose()?;
+    Ok(Some(Decision { definition, earlier: document("earlier")?, block }))
 }

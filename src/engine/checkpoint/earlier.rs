@@ -29,7 +29,7 @@ pub async fn definitions(server: &Server, database: &str, deployment: &str) -> R
 pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
     let records = records(server, database, deployment, is_in_config()).await?;
     let same = |(name, record): &(String, RuleRecord)| {
-        plan.rules.iter().find(|rule| rule.name == *name && rule.definition == record.definition)
+        plan.rules.iter().find(|rule| rule.name == *name && rule.has_definition(&record.definition))
     };
     Ok(records.iter().filter_map(same).map(|rule| rule.id).collect())
 }

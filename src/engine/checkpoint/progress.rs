@@ -83,7 +83,7 @@ impl Store {
         let repaired = repaired.min(differing);
         let tally = Tally { compared, differing, repaired, undecided, refused, resumed: false };
         let progress = CheckProgress { after: after.into_iter().next(), done, tally };
-        Ok((definition == rule.definition).then_some(progress))
+        Ok(rule.has_definition(&definition).then_some(progress))
     }
 
     /// Saves the progress of the rule's check.

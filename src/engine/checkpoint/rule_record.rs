@@ -14,7 +14,7 @@ use denormd_model::{
     rule_state::{BlockReason, RuleState},
 };
 
-use denormd_rules::plan::Rule;
+use denormd_rules::plan::{Rule, is_same_definition};
 
 use super::kept::Keeping;
 pub use stored::RULES;
@@ -146,7 +146,7 @@ impl RuleRecord {
     /// backfilled from the start if one of the old partitions has not done that, or has done it by another definition.
     pub(crate) fn of_new_partitions(records: Vec<Self>, is_whole: bool) -> Option<Self> {
         let generation = records.iter().map(|record| record.generation).max()?;
-        let is_same = records.iter().all(|record| record.definition == records[0].definition);
+        let is_same = records.iter().all(|record| is_same_definition(&record.definition, &records[0].definition));
         let removed = records.iter().filter(|record| record.state == RuleState::Removed).count();
         let is_done = is_whole && is_same && (removed == 0 || removed == records.len());
         let paused =

@@ -25,7 +25,7 @@ use denormd_mongo::{
     error::{Error, Kind, Result},
     unless,
 };
-use denormd_rules::plan::{Plan, Rule};
+use denormd_rules::plan::{Plan, Rule, is_same_definition};
 
 use super::{
     adoption::Decisions,
@@ -336,7 +336,7 @@ impl Store {
             fields.extend(doc! {
                 "definition": rule.definition.clone(), "term": server.term(), "generation": generation + 1,
             });
-            let kept = || seen.is_some_and(|seen| seen.removals_agreed && seen.definition == rule.definition);
+            let kept = || seen.is_some_and(|seen| seen.removals_agreed && rule.has_definition(&seen.definition));
             let agreed = agreement == Agreement::Given || agreement == Agreement::Kept && kept();
             // Without an agreement, an existing number belongs to an earlier generation and has no effect.
             if agreed {
@@ -372,7 +372,9 @@ impl Store {
         definition: &Document,
     ) -> Result<bool> {
         let is_blocked = |seen: &RuleRecord| match (&seen.state, reason) {
-            (RuleState::Blocked(BlockReason::Adoption(_)), BlockReason::Adoption(_)) => seen.definition == *definition,
+            (RuleState::Blocked(BlockReason::Adoption(_)), BlockReason::Adoption(_)) => {
+                is_same_definition(&seen.definition, definition)
+            }
             (RuleState::Blocked(other), reason) => mem::discriminant(other) == mem::discriminant(reason),
             _ => false,
         };

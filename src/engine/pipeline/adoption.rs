@@ -23,7 +23,7 @@ use denormd_model::{
     rule_state::{Adoption, BlockReason},
 };
 use denormd_mongo::error::Result;
-use denormd_rules::plan::{Rule, owned_paths};
+use denormd_rules::plan::{Rule, is_same_definition, owned_paths};
 
 /// Rules whose existing data is counted at the same time: each holds a server answer of up to 16 MB, and the sources
 /// for a part of it.
@@ -78,7 +78,7 @@ async fn decision(
     }
     let earlier = match before {
         Some(record) if is_blocked(record) => {
-            last.filter(|last| last.definition == record.definition).and_then(|last| last.earlier)
+            last.filter(|last| is_same_definition(&last.definition, &record.definition)).and_then(|last| last.earlier)
         }
         before => before.map(|record| record.definition.clone()),
     };
@@ -111,7 +111,7 @@ pub(super) async fn of_other_partitions(context: &Context) -> Result<Option<Stor
 async fn is_in_force(context: &Context, rule: &Rule, definition: &Document) -> Result<bool> {
     let Some(others) = of_other_partitions(context).await? else { return Ok(false) };
     let records = others.of_each_partition(&context.server, &rule.name).await?;
-    Ok(records.iter().any(|(_, record)| record.definition == *definition))
+    Ok(records.iter().any(|(_, record)| is_same_definition(&record.definition, definition)))
 }
 
 /// True if `denormd undo` has put back values in a field that this definition owned.

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use bson::{Bson, Document};
+use bson::{Bson, Document, RawDocumentBuf};
 
 use crate::{
     config::{self, BackfillMode, ConfigPath, GroupForm, Guard, Mistake, OnDrift, OnEmpty, OnMissing},
@@ -119,6 +119,14 @@ impl Plan {
             .filter(|(ns, _)| seen.insert((*ns).clone()))
             .collect()
     }
+}
+
+/// True if two definitions are the same in every bit. Equal documents may have their fields in another order, which an element or a
+/// subdocument that is copied has as well, and a document with NaN does not equal itself.
+#[must_use]
+pub fn is_same_definition(one: &Document, other: &Document) -> bool {
+    let bytes = |definition: &Document| RawDocumentBuf::try_from(definition).map(RawDocumentBuf::into_bytes).ok();
+    bytes(one) == bytes(other)
 }
 
 /// One side of a rule.
@@ -347,7 +355,7 @@ impl Rule {
     /// True if a rule with this recorded definition writes the same. Otherwise the daemon backfills the rule again.
     #[must_use]
     pub fn has_definition(&self, definition: &Document) -> bool {
-        self.definition == *definition
+        is_same_definition(&self.definition, definition)
     }
 
     /// True if a rule with this recorded definition reads the same collection.
