@@ -38,6 +38,9 @@ const COUNTING: Duration = Duration::from_secs(2);
 const COMMAND_BYTES: usize = 8 << 20;
 /// Room for the fields that the driver adds to a command.
 const SLACK: usize = 1 << 10;
+/// The largest command that the server takes: 16 KiB more than a document. It closes the connection on one of 48 MB, which would look
+/// like a failure of the cluster.
+const LARGEST: usize = (16 << 20) + (16 << 10) - SLACK;
 
 /// A connection to the cluster, with the primary's clock.
 #[derive(Debug)]
@@ -338,6 +341,9 @@ impl Server {
         let primary = Primary::of(&self.client);
         let database = self.database(database);
         let command = text::unescaped(RawDocumentBuf::try_from(&command)?);
+        if command.as_bytes().len() > LARGEST {
+            return Err(Error::new(Kind::TooLarge, "what is asked for does not fit into one command"));
+        }
         let opened = database.run_raw_cursor_command(command).selection_criteria(primary.criteria()).batch();
         let cursor = primary.attend(opened).await?.map_err(|error| read_too_long(error.into()))?;
         Ok(Pages(Batches { cursor, primary }))

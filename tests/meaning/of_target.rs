@@ -578,6 +578,22 @@ async fn a_target_is_computed_by_an_index() {
     assert_eq!(examined, 80, "20 of each of four keys");
 }
 
+/// What a value reads of its target was in the command once for each element: with some hundred lines in the same subdocument, the
+/// server closed the connection, at each attempt.
+#[test]
+fn what_is_read_of_a_target_is_sent_once() {
+    let rule = daemon::rule(
+        "copy: { source: items, target: orders, match: { 'cart.lines.$[].item': _id }, \
+         set: { 'cart.lines.$[].total': { $multiply: [$price, $$target.cart.rate] } } }",
+    );
+    let lines: Vec<Document> = (0..1000).map(|n| doc! {"item": n, "note": "x".repeat(50)}).collect();
+    let target = doc! {"_id": 1, "cart": {"rate": 2, "lines": lines}};
+    let references = rule.reference.keys(plan::reference::Role::Target, &target);
+    let command = by_target::sources(&rule, &[Referrer { target: &target, references: &references }], None);
+    let bytes = RawDocumentBuf::try_from(&command).unwrap().as_bytes().len();
+    assert!(bytes < 1 << 20, "{bytes} bytes");
+}
+
 /// A condition on the target is compared in the index that `plan` asks for.
 #[tokio::test]
 async fn plan_asks_for_an_index_on_what_is_compared_with_the_target() {

@@ -169,7 +169,7 @@ pub fn source_ids(rule: &Rule, target: Referrer<'_>, limit: i64) -> Document {
     read::command(1, stages)
 }
 
-/// The stages that give each of the `asked` documents the results `s` of the inner stages.
+/// The stages that give each slot of the `asked` documents the results `s` of the inner stages.
 fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Document> {
     // Inside `$literal`, no value is taken for an expression.
     let asked: Vec<Document> = asked.into_iter().map(|asked| doc! {"d": {"$literal": asked}}).collect();
@@ -180,7 +180,7 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
         let value = doc! {"$arrayElemAt": [{"$arrayElemAt": ["$r.k", 0]}, i32::try_from(nth).unwrap_or(i32::MAX)]};
         variables.insert(read::variable_of_path(nth), value);
     }
-    let mut stages = vec![doc! {"$documents": asked}, doc! {"$replaceWith": "$d"}];
+    let mut stages = vec![doc! {"$documents": asked}, doc! {"$replaceWith": "$d"}, doc! {"$unwind": "$r"}];
     stages.push(doc! {"$lookup": {
         "from": &rule.source.namespace.collection, "localField": "r.f", "foreignField": path,
         "let": variables, "pipeline": inner.to_vec(), "as": "s",
@@ -191,21 +191,26 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
     stages
 }
 
-/// The lookups: one document `{ id, t: target, r: { n, f, k, e: element }, settled }` for each slot of each target.
-/// `f` finds sources, and `k` has the keys.
+/// The lookups: one document `{ id, t: target, r: [{ n, f, k, e: element }], settled }` for each target, with its slots in `r`.
+/// `f` finds sources, and `k` has the keys. What is read of a target is there once, however many elements it has.
 fn asked(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
     let mut out = Vec::new();
     for target in targets {
         let elements = rule.reference.elements(Role::Target, target.target);
-        for slot in slots(rule, target.references) {
+        let lookup = |slot: Slot<'_>| {
             let mut searched = searched(&slot.keys);
             searched.insert("n", index(slot.nth));
             let element = elements.get(slot.nth).filter(|_| rule.by_reference());
             searched.extend(element.and_then(|element| read_element(rule, element)).map(|e| ("e".to_owned(), e)));
-            let mut asked = doc! {"id": target.id(), "t": read_paths(rule, *target), "r": searched};
-            asked.extend(settled.map(|settled| ("settled".to_owned(), settled(&target.id()).into())));
-            out.push(asked);
+            searched
+        };
+        let lookups: Vec<Document> = slots(rule, target.references).into_iter().map(lookup).collect();
+        if lookups.is_empty() {
+            continue;
         }
+        let mut asked = doc! {"id": target.id(), "t": read_paths(rule, *target), "r": lookups};
+        asked.extend(settled.map(|settled| ("settled".to_owned(), settled(&target.id()).into())));
+        out.push(asked);
     }
     out
 }
