@@ -303,7 +303,8 @@ fn statement(value: &KeptValue, at: &str, stored: Option<&Bson>) -> Result<RawDo
         // An array's elements would be compared as well.
         Some(stored @ Bson::Array(_)) => doc! {at: {"$eq": stored.clone()}},
         Some(stored) => {
-            let same_type = i32::from(stored.element_type() as u8);
+            // The types of MinKey and MaxKey are -1 and 127.
+            let same_type = i32::from((stored.element_type() as u8).cast_signed());
             doc! {at: {"$eq": stored.clone(), "$type": same_type, "$not": {"$type": "array"}}}
         }
     });
