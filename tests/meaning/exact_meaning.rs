@@ -1123,6 +1123,23 @@ fn filters_that_exclude_each_other_break_a_circle() {
     }
 }
 
+/// Because of a circle elsewhere, these two rules demanded that `tags` is no array, and took part in nothing.
+#[test]
+fn rules_outside_of_a_circle_keep_their_filters() {
+    let tagged = "
+  - { name: one, copy: { source: s, target: { collection: posts, where: { tags: featured } }, match: { ref: _id }, set: { author: $v } } }
+  - { name: two, copy: { source: { collection: posts, where: { tags: news } }, target: u, match: { post: _id }, set: { author: $author } } }
+";
+    let circle = "  - { name: r, copy: { source: { collection: t, where: { kind: a } }, target: { collection: t, where: { kind: b } }, match: { of: _id }, set: { name: $name } } }";
+    let compiled = |rules: &str| plan::compile(&loaded(rules).config, None).unwrap();
+    let (alone, beside) = (compiled(tagged), compiled(&(tagged.to_owned() + circle)));
+    for nth in 0..2 {
+        assert_eq!(beside.rules[nth].definition, alone.rules[nth].definition);
+    }
+    assert_eq!(beside.feeds[0], alone.feeds[0]);
+    assert!(beside.rules[2].source.filter.as_ref().unwrap().contains_key("$and"));
+}
+
 /// A rule feeds the rules that read what it removes. An edge that would close a circle is left out: the removals cascade.
 #[test]
 fn what_a_rule_removes_feeds_its_readers() {

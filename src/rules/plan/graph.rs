@@ -24,7 +24,8 @@ pub type Order = (Vec<RuleId>, Vec<Vec<RuleId>>, bool);
 ///
 /// A rule feeds another one if it writes a path that the other reads. That is no circle as long as their filters
 /// exclude each other: then no document is both. Rules whose filters are needed for that demand in addition that the
-/// deciding path is no array, which could fulfil both.
+/// deciding path is no array, which could fulfil both. Rules outside of circles do not need theirs, and may mean arrays:
+/// `{ tags: news }`.
 pub fn order(rules: &mut [Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
     let mut exclusive = Vec::new();
     let mut mistakes = collisions(rules, &mut exclusive);
@@ -32,8 +33,11 @@ pub fn order(rules: &mut [Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
     let mut feeds = feeding(rules, |_, _| true);
     let mut walk = Walk::through(&feeds);
     if walk.cycle.is_some() {
-        let mut excluded = Vec::new();
+        let (mut excluded, all) = (Vec::new(), feeds);
         feeds = feeding(rules, |from, to| {
+            if !reaches(&all, to, from) {
+                return true;
+            }
             let exclusions = exclusions(rules, from, to);
             let remains = exclusions.is_none();
             excluded.extend(exclusions.into_iter().flatten());
