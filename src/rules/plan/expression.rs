@@ -480,10 +480,11 @@ impl<'a> Walk<'a> {
                     match (name.as_str(), operator) {
                         // Its paths are those of elements.
                         ("sortBy", "$sortArray") => Ok(()),
-                        ("sortBy", _) => {
+                        ("sortBy", "$top" | "$topN" | "$bottom" | "$bottomN") => {
                             self.sort_by(value);
                             Ok(())
                         }
+                        // `{ $push: { sortBy: $x } }` has a field of this name.
                         _ => self.expression(value),
                     }
                 })
@@ -817,6 +818,12 @@ mod tests {
     fn accumulators_are_those_of_group() {
         let accumulator = |value: &Bson| accumulator(value, Variables::default());
         assert_eq!(accumulator(&bson!({"$sum": 1})).unwrap().source, Reads::Nothing);
+        let paths = |paths: &[&str]| Reads::Paths(paths.iter().map(|path| FieldPath::parse(path).unwrap()).collect());
+        let top = bson!({"$topN": {"n": 2, "sortBy": {"at": -1}, "output": "$x"}});
+        assert_eq!(accumulator(&top).unwrap().source, paths(&["at", "x"]));
+        // A field of an element may have the name of an argument.
+        assert_eq!(accumulator(&bson!({"$push": {"sortBy": "$x"}})).unwrap().source, paths(&["x"]));
+        assert!(accumulator(&bson!({"$push": {"sortBy": "$$NOW"}})).is_err());
         assert!(accumulator(&bson!({"$summ": 1})).unwrap_err().hint.unwrap().contains("$sum"));
         assert!(accumulator(&bson!(5)).is_err());
         assert!(accumulator(&bson!({"$accumulator": {}})).is_err());
