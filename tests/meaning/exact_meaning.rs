@@ -1140,6 +1140,19 @@ fn rules_outside_of_a_circle_keep_their_filters() {
     assert!(beside.rules[2].source.filter.as_ref().unwrap().contains_key("$and"));
 }
 
+/// "missing is not null": a rule that writes null where it wrote nothing was taken for the same rule, and not backfilled.
+#[test]
+fn otherwise_null_is_another_definition_than_none() {
+    let definition = |otherwise: &str| {
+        let rule = format!(
+            "  - {{ name: r, copy: {{ source: s, target: t, match: {{ ref: _id }}, set: {{ a: $a, b: $b }}, otherwise: {{ {otherwise} }} }} }}"
+        );
+        plan::compile(&loaded(&rule).config, None).unwrap().rules[0].definition.clone()
+    };
+    assert_ne!(definition("a: 1"), definition("a: 1, b: null"));
+    assert_eq!(definition("a: 1, b: null"), definition("a: 1, b: { $literal: null }"));
+}
+
 /// A rule feeds the rules that read what it removes. An edge that would close a circle is left out: the removals cascade.
 #[test]
 fn what_a_rule_removes_feeds_its_readers() {

@@ -862,7 +862,13 @@ fn definition_of_values(values: &Values) -> Document {
     match values {
         Values::Set { assignments, once, otherwise } => {
             let mut values = doc! {"set": set(assignments), "once": *once};
-            values.extend(otherwise.as_ref().map(|values| ("otherwise".to_owned(), values.clone().into())));
+            // A path without a value is null here, so a value that is null needs another form.
+            let value = |value: &Option<Bson>| match value {
+                Some(Bson::Null) => doc! {"$literal": Bson::Null}.into(),
+                value => Bson::from(value.clone()),
+            };
+            let otherwise = otherwise.as_ref().map(|values| values.iter().map(value).collect::<Vec<Bson>>());
+            values.extend(otherwise.map(|values| ("otherwise".to_owned(), values.into())));
             values
         }
         Values::Into { path, element } => doc! {"into": path.to_string(), "element": element.clone()},
