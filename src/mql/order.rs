@@ -3,6 +3,7 @@
 
 use std::cmp::Ordering;
 
+use bigdecimal::BigDecimal;
 use bson::{Bson, Document};
 
 use super::{Result, Value, number::position, refused};
@@ -95,17 +96,27 @@ fn numbers(a: &Bson, b: &Bson) -> Ordering {
         (true, true) => Ordering::Equal,
         (true, false) => Ordering::Less,
         (false, true) => Ordering::Greater,
-        (false, false) => x.partial_cmp(&y).filter(|order| order.is_ne()).unwrap_or_else(|| close(a, b)),
+        (false, false) => x.partial_cmp(&y).filter(|order| order.is_ne()).unwrap_or_else(|| close(x, a, b)),
     }
 }
 
-/// Compares two different numbers that round to the same double: integers beyond 2^53.
-fn close(a: &Bson, b: &Bson) -> Ordering {
-    let whole = |value: &Bson| match value {
-        Bson::Double(v) if *v >= 9_223_372_036_854_775_808.0 => Some(i128::from(i64::MAX) + 1),
-        value => denormd_model::key::whole_number(value).map(i128::from),
+/// Compares two different numbers that round to the same double: integers beyond 2^53, and decimals.
+fn close(double: f64, a: &Bson, b: &Bson) -> Ordering {
+    // None for an infinity, to which a large decimal is rounded.
+    let exact = |value: &Bson| match value {
+        Bson::Int32(v) => Some(BigDecimal::from(*v)),
+        Bson::Int64(v) => Some(BigDecimal::from(*v)),
+        Bson::Double(v) => BigDecimal::try_from(*v).ok(),
+        Bson::Decimal128(v) => v.to_string().parse().ok(),
+        _ => None,
     };
-    whole(a).cmp(&whole(b))
+    let beyond = |infinity: f64| if infinity < 0.0 { Ordering::Less } else { Ordering::Greater };
+    match (exact(a), exact(b)) {
+        (Some(a), Some(b)) => a.cmp(&b),
+        (None, Some(_)) => beyond(double),
+        (Some(_), None) => beyond(double).reverse(),
+        (None, None) => Ordering::Equal,
+    }
 }
 
 /// The directions of a sort.
@@ -125,4 +136,33 @@ pub(super) fn by_keys(directions: &[i32], a: &[Value], b: &[Value]) -> Ordering 
         if *direction < 0 { order.reverse() } else { order }
     });
     keys.fold(Ordering::Equal, Ordering::then)
+}
+
+#[cfg(test)]
+mod tests {
+    use bson::Decimal128;
+
+    use super::*;
+
+    /// They were equal if the nearest double was: `{ price: { $gte: 0.1 } }` held for the decimal 0.1.
+    #[test]
+    fn numbers_that_round_to_one_double_are_told_apart() {
+        let decimal = |text: &str| Bson::Decimal128(text.parse::<Decimal128>().unwrap());
+        let long = Bson::Int64;
+        for (less, more) in [
+            (decimal("0.1"), Bson::Double(0.1)),
+            (decimal("1.0000000000000000001"), decimal("1.0000000000000000002")),
+            (decimal("-1.0000000000000000002"), decimal("-1.0000000000000000001")),
+            (long(9_007_199_254_740_992), long(9_007_199_254_740_993)),
+            (long(i64::MAX), Bson::Double(9_223_372_036_854_775_808.0)),
+            (Bson::Int32(0), decimal("1E-400")),
+            (decimal("-1E-400"), Bson::Double(0.0)),
+            (decimal("6E+6143"), decimal("6E+6144")),
+            (decimal("6E+6144"), Bson::Double(f64::INFINITY)),
+            (decimal("-Infinity"), decimal("-6E+6144")),
+        ] {
+            assert_eq!(compare(Some(&less), Some(&more)), Ordering::Less, "{less} {more}");
+            assert_eq!(compare(Some(&more), Some(&less)), Ordering::Greater, "{less} {more}");
+        }
+    }
 }
