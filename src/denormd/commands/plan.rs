@@ -379,8 +379,9 @@ fn blocked(
     }
     let standing = if EarlierWrites::of(rule, before).paths.is_empty() { Standing::New } else { Standing::Changed };
     let figures = &inspection.adoption.as_ref()?.figures;
-    // Nothing can be counted without the index. The next run counts again once it exists.
-    if figures.compared == 0 && inspection.lookups.iter().any(|lookup| lookup.index.is_none()) {
+    // Nothing can be counted without the index. The next run counts again once it exists, if the rule asks for one.
+    let lacks_index = !rule.allow_scan && inspection.lookups.iter().any(|lookup| lookup.index.is_none());
+    if figures.compared == 0 && lacks_index {
         return None;
     }
     let at = ConfigPath::rule(rule.id.0);
