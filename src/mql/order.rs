@@ -5,6 +5,7 @@ use std::cmp::Ordering;
 
 use bigdecimal::BigDecimal;
 use bson::{Bson, Document};
+use denormd_model::key::whole_number;
 
 use super::{Result, Value, number::position, refused};
 
@@ -102,13 +103,14 @@ fn numbers(a: &Bson, b: &Bson) -> Ordering {
 
 /// Compares two different numbers that round to the same double: integers beyond 2^53, and decimals.
 fn close(double: f64, a: &Bson, b: &Bson) -> Ordering {
+    if let (Some(a), Some(b)) = (whole_number(a), whole_number(b)) {
+        return a.cmp(&b);
+    }
     // None for an infinity, to which a large decimal is rounded.
     let exact = |value: &Bson| match value {
-        Bson::Int32(v) => Some(BigDecimal::from(*v)),
-        Bson::Int64(v) => Some(BigDecimal::from(*v)),
         Bson::Double(v) => BigDecimal::try_from(*v).ok(),
         Bson::Decimal128(v) => v.to_string().parse().ok(),
-        _ => None,
+        value => whole_number(value).map(BigDecimal::from),
     };
     let beyond = |infinity: f64| if infinity < 0.0 { Ordering::Less } else { Ordering::Greater };
     match (exact(a), exact(b)) {

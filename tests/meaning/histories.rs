@@ -460,8 +460,9 @@ struct Run {
     options: fn(String) -> Options,
     /// Approximate number of documents that each collection starts with.
     documents: usize,
-    /// Nothing happens after the first backfill: what it has written is still there at the end.
-    is_short: bool,
+    /// Number of rounds of changes after the first backfill; with a reload, there is one more. Without any, what that backfill has
+    /// written is still there at the end.
+    rounds: usize,
     /// Number of partitions, before and after the crash.
     partitions: [u32; 2],
     /// Additional `limits` of the config, drawn from the first seed.
@@ -484,7 +485,7 @@ impl Run {
         Self {
             options,
             documents: Options::new("").documents,
-            is_short: false,
+            rounds: 3,
             partitions: [1, 1],
             limits: |_| String::new(),
             repaired: false,
@@ -538,12 +539,7 @@ impl Run {
             // Later changes may hide what is wrong.
             fail(test, &limits, 0, self.settled(&db, &daemon, &histories).await).await;
         }
-        let rounds = match self.reloads {
-            _ if self.is_short => 0,
-            true => 4,
-            false => 3,
-        };
-        for round in 0..rounds {
+        for round in 0..self.rounds + usize::from(self.reloads) {
             // Each history in its own order, all at once.
             let steps: Vec<Vec<Step>> = histories.iter_mut().map(|history| history.steps(round)).collect();
             let (steps, at_once) = if self.in_turn { (with_waits(steps), 1) } else { (steps, AT_ONCE) };

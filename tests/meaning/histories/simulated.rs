@@ -183,7 +183,10 @@ impl Cluster {
         let is_short = start != Start::AtOnce && random.random_bool(0.3);
         let reloads = reloads && !is_short;
         let partitions = if is_short { [partitions[0]; 2] } else { partitions };
-        let mut run = Run { partitions, start, reloads, is_short, in_turn, limits: low_limits, ..Run::new(options) };
+        let mut run = Run { partitions, start, reloads, in_turn, limits: low_limits, ..Run::new(options) };
+        if is_short {
+            run.rounds = 0;
+        }
         if start == Start::AfterCrash {
             // Enough that a slow backfill has passed some of them when it is interrupted.
             run.documents = 8;
