@@ -474,3 +474,29 @@ async fn values_that_were_put_back_outlast_a_change_of_the_rule() {
     assert_eq!(one(&logs, 7).await.get_str("label").unwrap(), "old 7");
     daemon.stop().await;
 }
+
+/// A rule is divided into two, and one half is undone. It put back values in the field of the other half, which goes on: only the
+/// audit would have found them, and with `guard: off` nobody.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_field_that_another_rule_writes_now_is_not_put_back() {
+    let test = denormd_fixture::database().await;
+    let logs = logs(&test).await;
+    logs.update_many(doc! {}, doc! {"$set": {"hostLabel": "old"}}).await.unwrap();
+    let both = LABEL.replace("set: { label: $name }", "set: { label: $name, hostLabel: $name }");
+    let program = Program::new(&config(&test, &both));
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    ended(&test).await;
+    daemon.stop().await;
+
+    let mine = LABEL.replace("label: $name", "hostLabel: $name");
+    let other = LABEL.replace("host-label", "other").replace("adopt: true", "guard: \"off\", adopt: true");
+    program.write(&config(&test, &format!("{mine}\n{other}")));
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+    program.run(&["pause", "host-label"]).await.exits(0);
+    let told = program.run(&["undo", "host-label"]).await;
+    assert!(told.err.contains("`other` owns a field that it would put back"), "{} {}", told.out, told.err);
+    assert_eq!(one(&logs, 7).await.get_str("label").unwrap(), "host 7");
+    daemon.stop().await;
+}

@@ -100,9 +100,11 @@ pub async fn carry_out(
     }
     let paths = context.kept().paths(&asked.rule).await?;
     let fields: Vec<Retired> = paths.into_iter().filter_map(retired).collect();
-    // The plan refuses two rules that write one field of one document. It knows nothing of a rule that has another name now.
-    let mut others = context.plan.rules.iter().filter(|_| rule.is_none());
-    if let Some(other) = others.find(|other| fields.iter().any(|field| owns(other, field))) {
+    // The plan refuses two rules that write one field of one document. It knows nothing of a rule that has another name now, nor of
+    // the fields that an earlier definition of the rule has left to another one.
+    let is_left = |field: &&Retired| rule.is_none_or(|rule| !owns(rule, field));
+    let mut others = context.plan.rules.iter().filter(|other| rule.is_none_or(|rule| rule.id != other.id));
+    if let Some(other) = others.find(|other| fields.iter().filter(is_left).any(|field| owns(other, field))) {
         return Ok(RequestOutcome::Refused(format!("`{}` owns a field that it would put back", other.name)));
     }
     let mut keeping = record.and_then(|record| record.keeping).unwrap_or_default();
@@ -315,6 +317,8 @@ fn statement(value: &KeptValue, at: &str, stored: Option<&Bson>) -> Result<RawDo
             let equal = value.as_ref().map_or(doc! {"$exists": false}, |value| doc! {"$eq": value.clone()});
             doc! {format!("{element}.{path}"): equal}
         }));
+        // An element without a reference fulfils them also where it is gone, and a write there would insert it again.
+        conditions.push(doc! {element: {"$type": "object"}});
     } else {
         let outer = at.match_indices('.').map(|(end, _)| doc! {&at[..end]: {"$type": "object"}});
         conditions.extend(outer);
