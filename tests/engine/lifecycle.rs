@@ -620,6 +620,23 @@ async fn a_source_that_returns_with_few_documents_costs_no_value() {
     assert_eq!(with_values(&db).await, 0);
 }
 
+/// With `otherwise`, this count found no loss, and nearly all copies were replaced.
+#[tokio::test]
+async fn a_source_that_returns_with_few_documents_is_not_replaced_by_otherwise() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    let rule = HOST.replace("set: { ip: $ip }", "set: { ip: $ip }, otherwise: { ip: none }");
+    let running = Running::start(&test, &rule, "").await;
+    running.until_state("live").await;
+    let hosts = db.collection("hosts");
+    hosts.drop().await.unwrap();
+    hosts.insert_one(doc! {"_id": 0, "ip": "10.0.0.1"}).await.unwrap();
+    let stays = "the source collection is there again, but the rule stays blocked";
+    until("the new collection has been counted", async || running.log().contains(stays).then_some(())).await;
+    let log = db.collection::<Document>("log");
+    assert_eq!(log.count_documents(doc! {"ip": "10.0.0.1"}).await.unwrap(), 30);
+}
+
 /// An older backup restored while the daemon was down, and `$out` while it runs.
 #[tokio::test]
 async fn a_source_that_is_replaced_costs_no_value_without_an_agreement() {

@@ -27,7 +27,7 @@ use denormd_mongo::{
 };
 use denormd_rules::{
     config::Mistake,
-    plan::{Rule, owned_paths, reference::Role, tree::Tree},
+    plan::{Assignment, Rule, Values, owned_paths, reference::Role, tree::Tree},
 };
 
 use super::in_tree;
@@ -194,10 +194,13 @@ pub enum Standing {
 }
 
 /// The writes of an earlier definition of a rule to the same targets.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct EarlierWrites {
     /// The paths that it wrote.
     pub paths: BTreeSet<String>,
+    /// The constants that the rule's `otherwise` gives, by path; none if that of the earlier definition gave others. A value
+    /// that one of them replaces is lost.
+    pub constants: Vec<(String, Bson)>,
     /// True if it deleted the same documents or elements as the rule does now.
     pub deletes: bool,
 }
@@ -215,13 +218,38 @@ impl EarlierWrites {
             let parts = definition.clone().into_iter();
             parts.filter(|(name, _)| !matches!(name.as_str(), "values" | "sort" | "shadow")).collect::<Document>()
         };
+        let otherwise = |definition: &Document| definition.get_document("values").ok()?.get("otherwise").cloned();
+        let gave_others = otherwise(earlier).is_some_and(|before| Some(before) != otherwise(&rule.definition));
         Self {
             paths: owned_paths(earlier).iter().map(ToString::to_string).collect(),
+            constants: if gave_others { Vec::new() } else { constants(rule) },
             // A rule may delete the documents that it has created.
             deletes: rule.creates.is_some() && earlier.get_bool("create").unwrap_or_default()
                 || decides(earlier) == decides(&rule.definition),
         }
     }
+
+    /// True if a value is replaced by what `otherwise` gives where no source matches.
+    fn loses_source(&self, Difference { path, expected, .. }: &Difference) -> bool {
+        let is_expected = |constant: &Bson| {
+            let expected = expected.clone().map(Bson::try_from);
+            expected.is_some_and(|expected| expected.is_ok_and(|expected| expected == *constant))
+        };
+        self.constants.iter().any(|(known, constant)| known == path && is_expected(constant))
+    }
+}
+
+/// The constants in `otherwise`, by path.
+fn constants(rule: &Rule) -> Vec<(String, Bson)> {
+    let Values::Set { assignments, otherwise: Some(values), .. } = &rule.values else { return Vec::new() };
+    let constant = |expression: &Bson| match expression {
+        Bson::String(text) if text.starts_with('$') => None,
+        Bson::Document(expression) => expression.get("$literal").cloned(),
+        Bson::Array(_) => None,
+        value => Some(value.clone()),
+    };
+    let of_path = |(one, value): (&Assignment, &Option<Bson>)| Some((one.path.to_string(), constant(value.as_ref()?)?));
+    assignments.iter().zip(values).filter_map(of_path).collect()
 }
 
 impl Figures {
@@ -573,7 +601,7 @@ impl Counting<'_> {
             figures.values += u64::from(value);
             figures.foreign.values += u64::from(value && !own);
             let Some(kind) = kind(field) else { continue };
-            loses |= value && loses_value(field);
+            loses |= value && (loses_value(field) || self.before.loses_source(field));
             if let (Some(stored), ChangeKind::Overwrite | ChangeKind::Remove, false) = (&field.stored, kind, own) {
                 figures.foreign.kept += 1;
                 figures.foreign.kept_bytes += KEPT + size_of(&[Some(stored.clone())]) as u64;
