@@ -205,6 +205,21 @@ impl State {
     }
 }
 
+/// True if another instance leads the partition at this place, by the leases that are held; or if the deployment is divided into
+/// another number of partitions now. Nobody ever leads the old ones again then, and this instance leads none of the new ones.
+fn is_led_by_others(
+    deployment: &str,
+    partitions: u32,
+    place: u32,
+    held: &BTreeMap<String, Holder>,
+    instance: &str,
+) -> bool {
+    let mut all = Partition::all(partitions);
+    let lease = all.find(|partition| partition.place() == place).and_then(|of| held.get(&of.id(deployment)));
+    let is_known = |id: &String| Partition::all(partitions).any(|partition| partition.id(deployment) == *id);
+    lease.is_some_and(|holder| holder.id != instance) || !held.keys().all(is_known)
+}
+
 /// The names of a cause in the metrics.
 fn names(cause: Cause) -> impl Iterator<Item = &'static str> {
     std::iter::once(cause.name()).chain(cause.former_name())
@@ -310,13 +325,8 @@ impl Board {
     /// Records the leases that were read.
     fn take_leases(&self, held: BTreeMap<String, Holder>) {
         let mut state = self.state();
-        let by_others = |place: &u32| {
-            let mut all = Partition::all(state.partitions);
-            let lease = all.find(|partition| partition.place() == *place).and_then(|of| held.get(&of.id(&self.name)));
-            lease.is_some_and(|holder| holder.id != self.instance.id)
-        };
-        let gone: Vec<u32> = state.left.keys().copied().filter(by_others).collect();
-        state.left.retain(|place, _| !gone.contains(place));
+        let partitions = state.partitions;
+        state.left.retain(|place, _| !is_led_by_others(&self.name, partitions, *place, &held, &self.instance.id));
         if state.attached.is_empty() && state.left.is_empty() {
             state.canary = None;
             state.timeline.forget();
@@ -627,5 +637,29 @@ impl Board {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// After a change of the number of partitions, an instance with the old number reported the figures of its last leadership for as
+    /// long as it ran, with a lag and the age of a canary that grew.
+    #[test]
+    fn figures_of_a_partition_that_is_no_more_are_not_kept() {
+        let holder = |id: &str| Holder { instance: id.to_owned(), id: id.to_owned(), term: 1, since: 0, until: 0 };
+        let gone = |partitions: u32, place: u32, held: &[(&str, &str)]| {
+            let held = held.iter().map(|(id, instance)| ((*id).to_owned(), holder(instance))).collect();
+            is_led_by_others("d", partitions, place, &held, "me")
+        };
+        assert!(!gone(1, 0, &[]), "nobody leads");
+        assert!(!gone(1, 0, &[("d", "me")]));
+        assert!(gone(1, 0, &[("d", "other")]));
+        assert!(!gone(2, 1, &[("d#0/2", "other")]), "nobody leads this one");
+        assert!(gone(2, 1, &[("d#1/2", "other")]));
+        assert!(gone(2, 1, &[("d#0/4", "other")]), "there are four now");
+        assert!(gone(1, 0, &[("d#0/4", "other")]));
+        assert!(gone(4, 3, &[("d", "other")]), "it is not divided any more");
     }
 }
