@@ -130,6 +130,19 @@ pub fn dashboard() -> Vec<String> {
     found.into_iter().map(fill).collect()
 }
 
+/// A single figure was the last one of the whole range: of a cause that had ended, the 1 that it had an hour ago; of a daemon that was
+/// gone, a lag of 0 and one leader.
+#[test]
+fn a_single_figure_of_the_dashboard_is_of_now() {
+    let board: serde_json::Value = serde_json::from_str(&deploy("grafana/denormd.json")).unwrap();
+    let panels = board["panels"].as_array().unwrap();
+    let figures: Vec<_> = panels.iter().filter(|panel| panel["type"] == "stat").collect();
+    assert!(figures.len() > 5);
+    for target in figures.iter().flat_map(|panel| panel["targets"].as_array().unwrap()) {
+        assert!(target["instant"] == true && target["range"] == false, "{target}");
+    }
+}
+
 fn expressions(value: &serde_json::Value, out: &mut Vec<String>) {
     match value {
         serde_json::Value::Object(fields) => {
