@@ -230,10 +230,10 @@ fn failing(metrics: &Metrics) -> BTreeSet<String> {
     recent(metrics).filter(|line| line.doing == RECONCILE).filter_map(|line| line.rule).collect()
 }
 
-/// Rules with a recent error of this kind.
+/// Rules with a recent error of this kind. An error that is long over stays in the list, and is no cause any more.
 fn rules_with_error(metrics: &Metrics, kind: Kind) -> Vec<String> {
     let name = kind.policy().name;
-    let rules = metrics.recent_errors().into_iter().filter(|line| line.reason == name).filter_map(|line| line.rule);
+    let rules = recent(metrics).filter(|line| line.reason == name).filter_map(|line| line.rule);
     rules.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
