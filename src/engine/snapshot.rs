@@ -116,10 +116,12 @@ impl Snapshot {
     }
 
     /// The time up to which everything is applied, if the targets of `rule` are up to date by then. None while the rule
-    /// is being backfilled, or is stopped.
+    /// is being backfilled, waits for `denormd backfill`, or is stopped.
     #[must_use]
     pub fn applied_of(&self, rule: RuleId) -> Option<ClusterTime> {
-        let settled = |state: &RuleState| !state.is_backfilling() && !state.is_stopped();
+        let settled = |state: &RuleState| {
+            !state.is_backfilling() && !state.is_stopped() && *state != RuleState::AwaitingBackfill
+        };
         (self.fan_outs.is_empty() && self.states.get(rule.0).is_none_or(settled)).then(|| self.applied())
     }
 

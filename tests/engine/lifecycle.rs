@@ -232,8 +232,12 @@ async fn what_is_under_way_is_nobodys_drift() {
         Snapshot { streams: vec![stream], ..Snapshot::new(&context.plan) }
     };
     let audit = async |applied: ClusterTime| round(applied_by(applied)).await;
-    let states = std::sync::Arc::new(vec![RuleState::BACKFILL]);
-    assert_eq!(round(Snapshot { states, ..applied_by(latest) }).await, 0, "it is being backfilled");
+    // The audit once did by itself what `backfill: manual` leaves to `denormd backfill`, and counted it as drift.
+    for state in [RuleState::BACKFILL, RuleState::AwaitingBackfill] {
+        let name = state.name();
+        let states = std::sync::Arc::new(vec![state]);
+        assert_eq!(round(Snapshot { states, ..applied_by(latest) }).await, 0, "{name}");
+    }
     // The expected value changes between the two reads, and so does the stored one.
     assert_eq!(tokio::join!(audit(latest), meanwhile("hosts", "10.0.0.2")).0, 0);
     assert_eq!(tokio::join!(audit(latest), meanwhile("log", "10.0.0.1")).0, 0);

@@ -34,8 +34,8 @@ const ARRIVED: Duration = Duration::from_millis(100);
 /// Pause before each round of a rule, and after a failure.
 const REST: Duration = Duration::from_secs(10);
 
-/// The time up to which all changes to a rule's targets are applied; None while the rule is being backfilled or is
-/// blocked.
+/// The time up to which all changes to a rule's targets are applied; None while the rule is being backfilled, waits for
+/// `denormd backfill`, or is stopped.
 pub type Applied = dyn Fn(RuleId) -> Option<ClusterTime> + Send + Sync;
 
 /// Compares all targets of each rule, round after round, until `stop`. The rules take turns, so that a small rule does
