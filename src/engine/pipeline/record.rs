@@ -129,19 +129,30 @@ pub(super) struct Order {
     pub holds: Vec<Hold>,
 }
 
-/// The changes to record, in their order. There are no more than one of each kind for each rule.
+/// The changes to record, in their order. There are no more than one of each kind for each rule, beside the one that is being
+/// recorded.
 #[derive(Debug, Default)]
 pub(super) struct Recorder {
     orders: VecDeque<Order>,
     /// The recording of the first order, if it has begun.
     recording: JoinSet<Option<Recorded>>,
+    /// The generation of the rule's state when that began.
+    begun_at: i64,
 }
 
 impl Recorder {
-    /// Adds a change, unless it is covered by one that is not recorded yet. Returns the hold if an older one is enough.
+    /// Adds a change of a rule whose state has this generation, unless it is covered by one that is not recorded yet. Returns
+    /// the hold if an older one is enough.
+    ///
+    /// A change that is being recorded may have been read from the state database before its answer arrives: its backfill has
+    /// begun then, and may have passed the targets that this change is about. So the change is recorded once more.
     #[must_use]
-    pub fn add(&mut self, rule: RuleId, change: Change, hold: Option<Hold>) -> Option<Hold> {
-        match self.orders.iter_mut().find(|order| order.rule == rule && order.change.covers(&change)) {
+    pub fn add(&mut self, rule: RuleId, change: Change, hold: Option<Hold>, generation: i64) -> Option<Hold> {
+        let is_read = !self.recording.is_empty() && self.begun_at != generation;
+        let mut orders = self.orders.iter_mut().enumerate();
+        let known =
+            orders.find(|(nth, order)| order.rule == rule && order.change.covers(&change) && !(is_read && *nth == 0));
+        match known.map(|(_, order)| order) {
             Some(order) if hold.is_some_and(|hold| order.holds.iter().any(|held| held.stream == hold.stream)) => hold,
             Some(order) => {
                 order.holds.extend(hold);
@@ -178,6 +189,7 @@ impl Recorder {
     pub fn start(&mut self, context: &Arc<Context>, store: &Store, generation: i64) {
         let Some(Order { rule, change, .. }) = self.first() else { return };
         let (context, store, rule, change) = (context.clone(), store.clone(), *rule, change.clone());
+        self.begun_at = generation;
         self.recording.spawn(async move { until_recorded(&context, &store, rule, &change, generation).await });
     }
 
@@ -240,14 +252,14 @@ mod tests {
         let changes = [Change::Backfill, unavailable("one"), unavailable("two"), block(), unavailable("three")];
         let mut spare = Vec::new();
         for (batch, change) in (1..).zip(changes) {
-            spare.extend(recorder.add(RULE, change, Some(Hold { stream: 0, batch })));
+            spare.extend(recorder.add(RULE, change, Some(Hold { stream: 0, batch }), 1));
         }
         assert_eq!(spare, [3, 5].map(|batch| Hold { stream: 0, batch }));
-        assert_eq!(recorder.add(RULE, Change::Backfill, Some(Hold { stream: 1, batch: 6 })), None);
-        assert_eq!(recorder.add(RuleId(1), Change::Backfill, None), None);
-        assert_eq!(recorder.add(RULE, Change::Backfill, None), None);
-        assert_eq!(recorder.add(RuleId(2), Change::Lost, None), None);
-        assert_eq!(recorder.add(RuleId(2), Change::Backfill, None), None);
+        assert_eq!(recorder.add(RULE, Change::Backfill, Some(Hold { stream: 1, batch: 6 }), 1), None);
+        assert_eq!(recorder.add(RuleId(1), Change::Backfill, None, 1), None);
+        assert_eq!(recorder.add(RULE, Change::Backfill, None, 1), None);
+        assert_eq!(recorder.add(RuleId(2), Change::Lost, None, 1), None);
+        assert_eq!(recorder.add(RuleId(2), Change::Backfill, None, 1), None);
         let batches = |order: &Order| order.holds.iter().map(|hold| hold.batch).collect::<Vec<_>>();
         let orders = recorder.orders.iter().map(|order| (order.rule, order.change.clone(), batches(order)));
         let expected = [
@@ -259,6 +271,23 @@ mod tests {
         ];
         assert_eq!(orders.collect::<Vec<_>>(), expected);
         assert!(recorder.is_stopping(RULE) && !recorder.is_stopping(RuleId(1)));
+    }
+
+    /// The backfill had begun, and passed what the second change was about; the checkpoint passed that change.
+    #[tokio::test]
+    async fn a_change_after_the_backfill_has_begun_is_not_covered_by_it() {
+        let mut recorder = Recorder::default();
+        let add = |recorder: &mut Recorder, batch, generation| {
+            recorder.add(RULE, Change::Backfill, Some(Hold { stream: 0, batch }), generation)
+        };
+        assert_eq!(add(&mut recorder, 1, 5), None);
+        // Its answer does not arrive.
+        recorder.begun_at = 5;
+        recorder.recording.spawn(std::future::pending());
+        assert_eq!(add(&mut recorder, 2, 5), Some(Hold { stream: 0, batch: 2 }), "the backfill begins later");
+        assert_eq!(add(&mut recorder, 3, 6), None, "it has been read from the state database");
+        assert_eq!(add(&mut recorder, 4, 6), Some(Hold { stream: 0, batch: 4 }));
+        assert_eq!(recorder.orders.len(), 2);
     }
 
     #[test]

@@ -129,7 +129,8 @@ impl Pipeline {
         let applies = change.applies_to(self.rules.state(rule));
         if applies {
             let hold = hold.inspect(|hold| self.schedule.hold(*hold));
-            if let Some(spare) = self.rules.recorder.add(rule, change, hold) {
+            let generation = self.rules.generation(rule);
+            if let Some(spare) = self.rules.recorder.add(rule, change, hold, generation) {
                 self.schedule.release(spare);
             }
         }
@@ -354,7 +355,7 @@ mod tests {
     fn a_rule_is_degraded_while_its_backfill_is_open() {
         let mut rules = one_rule();
         let degraded = |rules: &Rules| rules.degraded().count();
-        assert_eq!(rules.recorder.add(RULE, Change::Lost, None), None);
+        assert_eq!(rules.recorder.add(RULE, Change::Lost, None, 0), None);
         assert_eq!((degraded(&rules), rules.published()[0].clone()), (1, RuleState::BACKFILL));
         rules.recorder.pop();
         assert!(rules.take(RULE, RuleState::BACKFILL, 1));
