@@ -58,6 +58,8 @@ pub use pending::Pending;
 const SMALL: usize = 50;
 /// Slow keys that are remembered after they are done.
 const KNOWN_SLOW: usize = 10_000;
+/// Ends of waits that may be out of date, beside twice as many as there are keys, before they are removed.
+const OUTDATED: usize = 1000;
 
 /// Identifies a key of the queue.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -681,6 +683,14 @@ impl WorkQueue {
     }
 
     fn wake(&mut self, now: Instant) {
+        // A request that ends the wait of a key leaves the end of that wait behind: one for each request in a grace period.
+        if self.delayed.len() > 2 * self.entries.len() + OUTDATED {
+            let entries = &self.entries;
+            let is_awaited = |delayed: &Delayed| {
+                entries.get(&delayed.queue_key).is_some_and(|entry| entry.not_before == Some(delayed.at))
+            };
+            self.delayed.retain(|Reverse(delayed)| is_awaited(delayed));
+        }
         while self.delayed.peek().is_some_and(|Reverse(delayed)| delayed.at <= now) {
             let Some(Reverse(Delayed { queue_key, .. })) = self.delayed.pop() else { return };
             let Some(entry) = self.entries.get_mut(&queue_key) else { continue };
@@ -1089,6 +1099,21 @@ mod tests {
         assert_eq!(bench.keys(), [2]);
         bench.now += Duration::from_secs(5);
         assert_eq!(bench.keys(), [1]);
+    }
+
+    /// Each request in a grace period of an hour once left an entry behind until its end.
+    #[test]
+    fn waits_that_requests_have_ended_are_forgotten() {
+        let mut bench = Bench::new();
+        for batch in 1..=u64::try_from(3 * OUTDATED).unwrap() {
+            bench.push(Task::Value, 1, named(&[1]), batch);
+            bench.routed(batch);
+            let batch = bench.take().unwrap();
+            bench.finish(batch, |work| Finish::Again { delay: Duration::from_secs(3600), work });
+        }
+        assert!(bench.queue.delayed.len() <= OUTDATED + 3, "{}", bench.queue.delayed.len());
+        bench.now += Duration::from_secs(3600);
+        assert_eq!(bench.keys(), [1], "the last wait still ends");
     }
 
     #[test]
