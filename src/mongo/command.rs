@@ -21,7 +21,7 @@ use crate::{
     code::{self, named},
     error::{Error, Kind, Result},
     fence::{Fence, Window},
-    primary::{self, Primary, bounded},
+    primary::{self, CHECK_INTERVAL, MOVED, Primary, bounded},
     text,
 };
 use denormd_model::{clock::millis, distribution::number, namespace::Namespace, position::ClusterTime};
@@ -76,11 +76,24 @@ struct Clock {
 pub struct Batches {
     cursor: mongodb::raw_batch_cursor::RawBatchCursor,
     primary: Primary,
+    /// Time at which another server was last looked for.
+    checked: Instant,
 }
 
 impl Batches {
+    fn new(cursor: mongodb::raw_batch_cursor::RawBatchCursor, primary: Primary) -> Self {
+        Self { cursor, primary, checked: Instant::now() }
+    }
+
     /// The next batch; None after the last one.
     pub async fn next(&mut self) -> Result<Option<RawBatch>> {
+        // A cursor outlives a step-down. A member that no longer reaches the others goes on answering, without their changes.
+        if self.checked.elapsed() >= CHECK_INTERVAL {
+            self.checked = Instant::now();
+            if self.primary.has_moved().await {
+                return Err(Error::new(Kind::Connection, MOVED));
+            }
+        }
         Ok(self.primary.attend(self.cursor.next()).await?.transpose()?)
     }
 }
@@ -346,7 +359,7 @@ impl Server {
         }
         let opened = database.run_raw_cursor_command(command).selection_criteria(primary.criteria()).batch();
         let cursor = primary.attend(opened).await?.map_err(|error| read_too_long(error.into()))?;
-        Ok(Pages(Batches { cursor, primary }))
+        Ok(Pages(Batches::new(cursor, primary)))
     }
 
     /// Follows a cursor that never ends: a batch may be empty, and arrives after `wait` at the latest.
@@ -361,7 +374,7 @@ impl Server {
             .max_time(wait)
             .batch();
         let cursor = primary.attend(opened).await??;
-        Ok(Batches { cursor, primary })
+        Ok(Batches::new(cursor, primary))
     }
 
     /// Runs independent update statements, acknowledged by a majority.

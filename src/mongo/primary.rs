@@ -16,9 +16,12 @@ use tokio::time::Instant;
 use crate::error::{Error, Kind, Result};
 
 /// Delay of an answer after which the primary is checked, and the interval between checks.
-const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+pub(crate) const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between checks when the answer is known to be lost.
 const CHECK_INTERVAL_AFTER_LOSS: Duration = Duration::from_millis(200);
+
+/// The reason when another server has become the primary.
+pub(crate) const MOVED: &str = "the primary has changed";
 
 /// Time without an answer after which a router counts as frozen. No other server is elected in its place.
 const ROUTER: Duration = Duration::from_secs(5);
@@ -157,13 +160,14 @@ impl Primary {
                 Some(Chosen { address, is_router: true }) if !self.answers(&address).await => {
                     return "the router no longer answers";
                 }
-                Some(Chosen { is_router: false, .. }) if self.has_moved().await => return "the primary has changed",
+                Some(Chosen { is_router: false, .. }) if self.has_moved().await => return MOVED,
                 _ => {}
             }
         }
     }
 
-    async fn has_moved(&self) -> bool {
+    /// True if another server is the primary now.
+    pub(crate) async fn has_moved(&self) -> bool {
         let Some(old) = self.chosen() else { return false };
         let now = Self::of(&self.client);
         let Ok(hello) = now.hello(CHECK_INTERVAL).await else { return false };
