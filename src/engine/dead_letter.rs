@@ -15,7 +15,7 @@ use denormd_model::{
     stored_key::{loaded, loaded_value, stored, stored_value},
 };
 use denormd_mongo::{
-    Server, bounded, code,
+    Server, all, bounded, code,
     error::{Error, Result},
     text,
 };
@@ -207,9 +207,9 @@ impl DeadLetters {
             self.filter(&Chosen { rule: Some(rule.name.clone()), key: None }),
             {"$or": [{"_id.key": {"$in": keys}}, {"_id.target": {"$in": ids.clone()}}, {"circle": {"$in": ids}}]},
         ]};
-        let mut cursor = server.collection(&self.database, COLLECTION).find(filter).await?;
+        let found = all(server.collection(&self.database, COLLECTION).find(filter)).await?;
         let mut out = Vec::new();
-        while let Some(dead_letter) = cursor.try_next().await? {
+        for dead_letter in found {
             match DeadLetter::read(dead_letter) {
                 Ok(dead_letter) => out.push(dead_letter),
                 Err(unreadable) => tracing::error!(rule = %rule.name, error = %unreadable.error().message),
@@ -227,7 +227,7 @@ impl DeadLetters {
 
     /// Number of chosen dead letters.
     pub async fn count(&self, server: &Server, chosen: &Chosen) -> Result<u64> {
-        Ok(server.collection(&self.database, COLLECTION).count_documents(self.filter(chosen)).await?)
+        bounded(server.collection(&self.database, COLLECTION).count_documents(self.filter(chosen))).await
     }
 
     /// The names of the rules that have dead letters, as of `after` or later.

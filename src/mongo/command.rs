@@ -255,8 +255,13 @@ impl Server {
     pub async fn listed(&self, database: &str, options: Document) -> Result<Vec<Document>> {
         let mut command = doc! {"listCollections": 1};
         command.extend(options);
-        let listed = self.database(database).run_cursor_command(command).await?;
-        Ok(listed.try_collect().await?)
+        let (primary, database) = (Primary::of(&self.client), self.database(database));
+        let listed = async {
+            let found = database.run_cursor_command(command).selection_criteria(primary.criteria()).await?;
+            found.try_collect::<Vec<Document>>().await
+        };
+        // A list of many collections may take long, so only the primary is watched.
+        Ok(primary.attend(listed).await??)
     }
 
     /// The names of a database's collections.
@@ -300,8 +305,9 @@ impl Server {
     /// The number of documents that match a filter by the simple collation. A count that takes two seconds fails.
     pub async fn count(&self, namespace: &Namespace, filter: Document) -> Result<u64> {
         let command = doc! {"count": &namespace.collection, "query": filter, "collation": {"locale": "simple"}};
-        let reply = self.database(&namespace.database).run_command(limited(command, COUNTING)).await?;
-        Ok(reply.get("n").map_or(0, number))
+        let (primary, database) = (Primary::of(&self.client), self.database(&namespace.database));
+        let counted = database.run_command(limited(command, COUNTING)).selection_criteria(primary.criteria());
+        Ok(primary.attend(counted).await??.get("n").map_or(0, number))
     }
 
     /// The primary's reply to `hello`.

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use crate::checkpoint::{rule_record::Retired, store::Store};
 use denormd_model::clock;
 use denormd_mongo::{
-    Server, bounded,
+    Server, all, bounded,
     error::{Error, Kind, Result},
 };
 
@@ -184,9 +184,7 @@ impl Store {
         };
         let others = doc! {"$and": [open.clone(), {"_id": {"$nin": in_progress.to_vec()}}]};
         let requests = server.collection(self.database(), REQUESTS);
-        let oldest = async || -> Result<Vec<Document>> {
-            Ok(requests.find(others.clone()).sort(doc! {"_id": 1}).limit(BATCH).await?.try_collect().await?)
-        };
+        let oldest = || all(requests.find(others.clone()).sort(doc! {"_id": 1}).limit(BATCH));
         let mut found = oldest().await?;
         if !found.is_empty() && self.refuse_abandoned(server, open.clone()).await? {
             found = oldest().await?;
@@ -216,7 +214,7 @@ impl Store {
 
     /// Deletes a request that is done.
     pub async fn request_done(&self, server: &Server, id: ObjectId) -> Result<()> {
-        server.collection(self.database(), REQUESTS).delete_one(doc! {"_id": id}).await?;
+        bounded(server.collection(self.database(), REQUESTS).delete_one(doc! {"_id": id})).await?;
         Ok(())
     }
 

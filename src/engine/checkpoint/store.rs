@@ -11,7 +11,6 @@ use std::{
 };
 
 use bson::{Bson, Document, Timestamp, doc};
-use futures_util::TryStreamExt;
 use mongodb::options::UpdateModifications;
 
 use denormd_model::{
@@ -61,11 +60,8 @@ pub struct Store {
 pub async fn highest_term(server: &Server, database: &str, deployment: &str) -> Result<i64> {
     let mut highest = 0;
     for name in [TERMS, POSITIONS, RULES, fan_out::COLLECTION] {
-        let last = server
-            .collection(database, name)
-            .find_one(doc! {"_id.deployment": deployment})
-            .sort(doc! {"term": -1})
-            .await?;
+        let collection = server.collection(database, name);
+        let last = bounded(collection.find_one(doc! {"_id.deployment": deployment}).sort(doc! {"term": -1})).await?;
         // State without a term comes from a daemon without a lease.
         let Some(last) = last else { continue };
         highest = highest.max(match last.get("term") {
@@ -114,11 +110,12 @@ impl Store {
         for name in [POSITIONS, RULES, fan_out::COLLECTION] {
             let documents = server.collection(database, name);
             let later = doc! {"_id.deployment": &id, "term": {"$gt": term}};
-            if term > 0 && documents.count_documents(later).await? > 0 {
+            if term > 0 && bounded(documents.count_documents(later)).await? > 0 {
                 return Err(superseded(server));
             }
             let earlier = doc! {"_id.deployment": &id, "term": {"$not": {"$gte": term}}};
-            documents.update_many(earlier, doc! {"$set": {"term": term}}).await?;
+            // A late one raises terms no further than this leadership's.
+            bounded(documents.update_many(earlier, doc! {"$set": {"term": term}})).await?;
         }
         Self::of_cluster(server, database, &id, Arc::from([id.clone()])).await
     }
@@ -490,8 +487,8 @@ impl Store {
         let mut ended = doc! {"_id.deployment": {"$in": self.ids.to_vec()}};
         ended.extend(is_paused());
         ended.extend(has_ended());
-        let rules = server.collection(&self.database, RULES).find(ended).projection(doc! {"_id": 1}).await?;
-        let found: Vec<Document> = rules.try_collect().await?;
+        let rules = server.collection(&self.database, RULES);
+        let found = all(rules.find(ended).projection(doc! {"_id": 1})).await?;
         let is_ended = |rule: &&Arc<Rule>| {
             let name = |found: &Document| Some(found.get_document("_id").ok()?.get_str("rule").ok()? == rule.name);
             found.iter().filter_map(name).any(|is_same| is_same)
@@ -644,7 +641,7 @@ fn written_again(rule: &Rule) -> Document {
 
 async fn create_collections(server: &Server, database: &str) -> Result<()> {
     for name in [POSITIONS, RULES, fan_out::COLLECTION] {
-        unless(code::NAMESPACE_EXISTS, server.database(database).create_collection(name).await)?;
+        unless(code::NAMESPACE_EXISTS, bounded(server.database(database).create_collection(name)).await)?;
     }
     Ok(())
 }
