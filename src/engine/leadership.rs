@@ -33,6 +33,7 @@ use denormd_model::partition::Partition;
 use denormd_mongo::{
     Connection, code,
     error::{Error, Kind, Result},
+    primary::Primary,
 };
 
 /// Interval between checks for free partitions, or for too many of its own.
@@ -47,6 +48,8 @@ const UNFIT: Duration = Duration::from_secs(30);
 const UNFIT_WHOLE: Duration = Duration::from_secs(1);
 /// Time for which the others must lead fewer partitions before one is handed over. This ignores short-lived changes.
 const SETTLED: Duration = Duration::from_secs(2);
+/// Time limit for asking which server is the primary.
+const ASKED: Duration = Duration::from_secs(5);
 
 /// A deployment, and the place of its leases.
 pub struct Deployment {
@@ -432,7 +435,7 @@ async fn replaced(held: &Held, partition: Partition, orders: &mut watch::Receive
         let Order::Follow(context) = orders.borrow_and_update().clone() else { return };
         let context = context.under(held.fence()).within(partition);
         tokio::select! {
-            decided = pipeline::decide(&context) => {
+            decided = attended(&context, pipeline::decide(&context)) => {
                 if let Err(error) = decided {
                     // The start of the pipeline repeats it.
                     tracing::debug!(error = %error.message, "the effect of the new rules cannot be counted yet");
@@ -458,7 +461,7 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
             let store = Store::open_partition(&context.server, database, deployment, context.partition).await?;
             pipeline::start(context.clone(), store).await.map(Some)
         };
-        match attempt.await {
+        match attended(context, attempt).await {
             Err(error) if error.is_transient() => {
                 tracing::warn!(error = %error.message, "the pipeline cannot start yet; retrying");
                 tokio::time::sleep(PARTITION_POLL_INTERVAL).await;
@@ -466,6 +469,15 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
             result => return result,
         }
     }
+}
+
+/// The result of the work, or an error once another server is the primary: some of its requests have no time limit, and a frozen
+/// server never answers them.
+async fn attended<T>(context: &Context, work: impl Future<Output = Result<T>>) -> Result<T> {
+    let primary = Primary::of(context.server.client());
+    // Only to know which server it is now.
+    primary.hello(ASKED).await.ok();
+    primary.attend(work).await?
 }
 
 /// Waits for the order to hand over.

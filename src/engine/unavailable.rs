@@ -29,6 +29,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const FIRST: Duration = Duration::from_secs(1);
 /// The longest pause.
 const LONGEST: Duration = Duration::from_secs(20);
+/// Time limit of a check.
+const CHECK: Duration = Duration::from_secs(60);
 /// Time without a check after which the pauses begin again with the first one.
 const WELL: Duration = Duration::from_secs(600);
 
@@ -102,8 +104,12 @@ async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Ins
         let longer = if last.elapsed() > WELL { FIRST } else { (pause * 2).clamp(FIRST, LONGEST) };
         looks.insert(rule.id, (Instant::now(), longer));
         let state_database = &context.dead_letters.database;
-        let findings = preflight::of_rule(&context.server, &context.plan, state_database, rule.id).await?;
-        match findings.into_iter().next() {
+        let findings = preflight::of_rule(&context.server, &context.plan, state_database, rule.id);
+        // A frozen server never answers.
+        let Ok(findings) = tokio::time::timeout(CHECK, Box::pin(findings)).await else {
+            return Err(Error::new(Kind::Connection, "no answer in time"));
+        };
+        match findings?.into_iter().next() {
             None => {
                 tracing::info!(rule = %rule.name, "the cluster now has what the rule lacked: the rule runs again, by a backfill");
                 store.resume_unavailable(&context.server, &rule.name, state.generation).await?;
