@@ -175,6 +175,14 @@ pub struct Written {
     pub refused: Vec<(usize, Error)>,
 }
 
+impl Written {
+    fn add(&mut self, Self { matched, modified, refused }: Self) {
+        self.matched += matched;
+        self.modified += modified;
+        self.refused.extend(refused);
+    }
+}
+
 impl Server {
     /// Wraps a connected client.
     #[must_use]
@@ -418,8 +426,8 @@ impl Server {
         timeout: Duration,
     ) -> Result<Written> {
         let mut written = Written::default();
-        let mut checked = self.checked(database, verb, collection, timeout).await?;
-        let mut start = 0;
+        let known = self.checked(database, verb, collection, timeout).await?;
+        let (mut checked, mut start) = (known, 0);
         while start < statements.len() {
             let mut bytes = 0;
             let fits = |statement: &&RawDocumentBuf| {
@@ -431,7 +439,16 @@ impl Server {
             let window = self.window(timeout).await?;
             let reply = self.fenced(database, verb.command(collection, chunk, window, checked)?, window).await?;
             let refused = written.refused.len();
-            take_reply(reply, start, usize::from(checked == Checked::First), &mut written)?;
+            let mut taken = Written::default();
+            match take_reply(reply, start, usize::from(checked == Checked::First), &mut taken) {
+                // An expression in `target.where` may fail with the same code. The first statement tells which it is.
+                Err(error) if error.code == Some(code::TOO_LATE) && checked != known => {
+                    checked = known;
+                    continue;
+                }
+                result => result?,
+            }
+            written.add(taken);
             // A router that has lost a shard's answer says so of each statement that it sent there: that shard may
             // still run them.
             if written.refused[refused..].iter().any(|(_, error)| error.kind == Kind::Connection) {
@@ -616,7 +633,8 @@ fn in_time(window: Window) -> RawDocumentBuf {
 }
 
 fn too_late() -> Error {
-    Error::new(Kind::Unavailable, "the command reached the server after its deadline")
+    let error = Error::new(Kind::Unavailable, "the command reached the server after its deadline");
+    Error { code: Some(code::TOO_LATE), ..error }
 }
 
 /// The server's reply to a bulk write.
@@ -657,7 +675,8 @@ fn take_reply(reply: Document, offset: usize, before: usize, written: &mut Writt
     written.matched += reply.n;
     written.modified += reply.modified + reply.upserted.len() as u64;
     for WriteError { index, code, name, keys } in reply.errors {
-        if code == code::TOO_LATE {
+        // A later statement has passed the check in the first one: an expression of the rule has failed.
+        if code == code::TOO_LATE && (before == 0 || index < before) {
             return Err(too_late());
         }
         // Two insertions of one document met: the next attempt finds it.
@@ -680,6 +699,20 @@ fn take_reply(reply: Document, offset: usize, before: usize, written: &mut Writt
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A batch was tried again for ever because of one document on which `target.where` fails.
+    #[test]
+    fn an_expression_that_fails_like_the_check_of_the_deadline_is_no_deadline() {
+        let take = |index: i32, before: usize| {
+            let mut written = Written::default();
+            let refused = doc! {"index": index, "code": code::TOO_LATE};
+            take_reply(doc! {"n": 0, "writeErrors": [refused], "ok": 1.0}, 10, before, &mut written).map(|()| written)
+        };
+        let refused = take(2, 1).unwrap().refused;
+        assert_eq!((refused[0].0, refused[0].1.kind), (11, Kind::Refused));
+        assert_eq!(take(0, 1).unwrap_err().kind, Kind::Unavailable);
+        assert_eq!(take(0, 0).unwrap_err().kind, Kind::Unavailable);
+    }
 
     /// A refusal without its index was taken for one of the first statement, and a count of another form for 0.
     #[test]
