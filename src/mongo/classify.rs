@@ -28,6 +28,9 @@ pub fn kind_of_code(code: i32) -> Kind {
         // SnapshotUnavailable, NoSuchTransaction, ReadConcernMajorityNotAvailableYet, NotYetInitialized, TemporarilyUnavailable.
         91 | 189 | 11600 | 11602 | 10107 | 13435 | 13436 | 10058 | 112 | 24 | code::SNAPSHOT_UNAVAILABLE | 251 | 134 | 94 | 365 | 11601
         | 133 | 136 | 222
+        // Somebody dropped or renamed an index, a collection or a database under the command (QueryPlanKilled, DatabaseDropPending),
+        // or the keys that sign the cluster time are not known yet (KeyNotFound).
+        | 175 | 215 | 211
         // A router whose view of the shards is out of date, or that cannot tell: StaleShardVersion, StaleConfig,
         // StaleEpoch, StaleDbVersion, StaleChunkHistory, ShardNotFound, RetryChangeStream, MigrationConflict,
         // MovePrimaryInProgress, MigrationBlockingOperationCoordinatorCleaningUp,
@@ -201,6 +204,10 @@ mod tests {
             assert_eq!(kind_of_code(code), Kind::Connection, "{code}");
         }
         for code in [63, 70, 133, 150, 234, 249, 250, 272, 319, 406, 407, 453, 13388, 91331] {
+            assert_eq!(kind_of_code(code), Kind::Unavailable, "{code}");
+        }
+        // The same command succeeds without what was dropped under it.
+        for code in [175, 211, 215] {
             assert_eq!(kind_of_code(code), Kind::Unavailable, "{code}");
         }
         // Of a server that is overloaded, blocked by an operator, or without room.
