@@ -549,9 +549,7 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
         Some(_) => by_target::sources(rule, &[Referrer { target: &doc! {"_id": 0}, references: &[] }], None),
         None => read::sources(rule, &[&any]),
     };
-    let source = &rule.source.namespace.database;
-    let sources = (source, over_no_documents(sources));
-    let without_source = read::no_input(rule).map(|command| (source, over_no_documents(command)));
+    let sources = (&rule.source.namespace.database, over_no_documents(sources));
     let filter = rule.target.filter.clone().unwrap_or_default();
     let never = doc! {"$expr": false};
     let targets = (
@@ -561,7 +559,7 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
             "collation": read::simple_collation(),
         },
     );
-    for (database, command) in [sources, targets].into_iter().chain(without_source) {
+    for (database, command) in [sources, targets] {
         let Err(refused) = server.database(database).run_command(command).await else { continue };
         // No document is read, so the text only quotes the rule.
         let text = server_text(&refused).map(|text| format!(": {text}")).unwrap_or_default();

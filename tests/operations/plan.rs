@@ -405,14 +405,6 @@ async fn an_expression_that_the_server_refuses_is_shown_at_its_place() {
     assert!(told.contains("shop.yaml:14: the server refuses the rule's expressions or filters"), "{told}");
     assert!(told.contains("14 |         b: { $dateToString"), "{told}");
     assert!(told.contains("\n      |         ^"), "{told}");
-    // What is computed where there is no source is a command of its own.
-    let rules = rules.replace(
-        "b: { $dateToString: { format: \"%Y\" } }",
-        "b: $b\n      otherwise:\n        b: { $add: [\"a\", 1] }",
-    );
-    let told = Program::new(&config(&test, &rules)).run(&["plan"]).await.exits(4).out;
-    assert!(told.contains("the server refuses the rule's expressions or filters"), "{told}");
-    assert!(told.contains("16 |         b: { $add"), "{told}");
 }
 
 /// The steps of a rule whose `match` is reversed are those of another rule.
