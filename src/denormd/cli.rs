@@ -384,8 +384,8 @@ Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule is ru
 Fields that another rule of the config owns are left alone. The leader does the work, in pages; without a leader, this command
 takes the lease meanwhile.
 
-Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule has not run, or the rules of the leader, or of another
-deployment, own the fields.")]
+Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule has not run, or a rule of the leader or of another
+deployment owns the fields.")]
     Prune {
         /// The rule's name.
         #[arg(required_unless_present = "all")]

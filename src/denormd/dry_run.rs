@@ -49,7 +49,7 @@ pub fn run(plan: &Plan, collections: &mut Collections) -> Result<Vec<Obstacle>> 
     }
 }
 
-/// All documents. Equal to others if they are the same in every bit: a document with NaN does not equal itself.
+/// The bytes of all documents. They are compared instead of the documents because a document with NaN does not equal itself.
 fn bytes(collections: &Collections) -> Result<Vec<Vec<u8>>> {
     let documents = collections.values().flatten();
     documents.map(|document| Ok(RawDocumentBuf::try_from(document)?.into_bytes())).collect()
@@ -199,7 +199,7 @@ mod tests {
 
     use super::*;
 
-    /// Only the documents whose parent was not among those given were gone, and the daemon deletes what hangs below as well.
+    /// The dry run deleted only documents without a parent; the daemon also deletes their descendants.
     #[test]
     fn removals_that_cause_each_other_go_on_to_the_last() {
         let text = "mongodb: { uri: mongodb://localhost, database: shop }\nrules:\n  - { name: r, copy: { source: notes, target: \

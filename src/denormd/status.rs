@@ -205,8 +205,8 @@ impl State {
     }
 }
 
-/// True if another instance leads the partition at this place, by the leases that are held; or if the deployment is divided into
-/// another number of partitions now. Nobody ever leads the old ones again then, and this instance leads none of the new ones.
+/// True if another instance leads the partition at this place, by the leases that are held; or if the deployment now has another
+/// number of partitions: then the old ones have no leader, and this instance leads none of the new ones.
 fn is_led_by_others(
     deployment: &str,
     partitions: u32,
@@ -647,7 +647,7 @@ mod tests {
     /// After a change of the number of partitions, an instance with the old number reported the figures of its last leadership for as
     /// long as it ran, with a lag and the age of a canary that grew.
     #[test]
-    fn figures_of_a_partition_that_is_no_more_are_not_kept() {
+    fn figures_of_a_removed_partition_are_not_kept() {
         let holder = |id: &str| Holder { instance: id.to_owned(), id: id.to_owned(), term: 1, since: 0, until: 0 };
         let gone = |partitions: u32, place: u32, held: &[(&str, &str)]| {
             let held = held.iter().map(|(id, instance)| ((*id).to_owned(), holder(instance))).collect();

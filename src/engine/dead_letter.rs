@@ -374,8 +374,8 @@ impl Written {
     }
 }
 
-/// The update that requests a retry, unless a later request is recorded: an operator who waits for that one would take the dead letter
-/// for tried. The clock of the operator's machine may be ahead, or this update late.
+/// The update that requests a retry, unless a later request is recorded. Otherwise the command that waits for that request would
+/// count the dead letter as retried. The clock of the operator's machine may be ahead, or this update may be delayed.
 fn requested(time: DateTime) -> Document {
     doc! {"$max": {"asked": time}}
 }

@@ -48,7 +48,7 @@ const UNFIT: Duration = Duration::from_secs(30);
 const UNFIT_WHOLE: Duration = Duration::from_secs(1);
 /// Time for which the others must lead fewer partitions before one is handed over. This ignores short-lived changes.
 const SETTLED: Duration = Duration::from_secs(2);
-/// Time limit for asking which server is the primary.
+/// Time limit for the request that finds the primary.
 const ASKED: Duration = Duration::from_secs(5);
 
 /// A deployment, and the place of its leases.
@@ -465,18 +465,20 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
             Err(error) if error.is_transient() => {
                 tracing::warn!(error = %error.message, "the pipeline cannot start yet; retrying");
                 tokio::time::sleep(PARTITION_POLL_INTERVAL).await;
+                // A deletion of this attempt must not meet what the next one records.
+                context.server.abandoned_writes_are_over().await;
             }
             result => return result,
         }
     }
 }
 
-/// The result of the work, or an error once another server is the primary: some of its requests have no time limit, and a frozen
+/// Returns the result of `work`, or an error once another server is the primary: some requests have no time limit, and a frozen
 /// server never answers them.
 async fn attended<T>(context: &Context, work: impl Future<Output = Result<T>>) -> Result<T> {
     let primary = Primary::of(context.server.client());
-    // Only to know which server it is now.
-    primary.hello(ASKED).await.ok();
+    // Records which server is the primary now.
+    primary.hello(ASKED).await?;
     primary.attend(work).await?
 }
 

@@ -119,9 +119,8 @@ impl Snapshot {
     /// is being backfilled, waits for `denormd backfill`, or is stopped.
     #[must_use]
     pub fn applied_of(&self, rule: RuleId) -> Option<ClusterTime> {
-        let settled = |state: &RuleState| {
-            !state.is_backfilling() && !state.is_stopped() && *state != RuleState::AwaitingBackfill
-        };
+        let settled =
+            |state: &RuleState| !state.is_backfilling() && !state.is_stopped() && *state != RuleState::AwaitingBackfill;
         (self.fan_outs.is_empty() && self.states.get(rule.0).is_none_or(settled)).then(|| self.applied())
     }
 

@@ -332,8 +332,8 @@ impl Follower<'_> {
         (!open_again).then_some(error)
     }
 
-    /// True if the next event is too large to be sent. An error with a code is an answer: a router, for example, that does not reach a
-    /// shard has not closed the connection.
+    /// True if the next event is too large to be sent. An error with a code is an answer, so the connection was not closed: a
+    /// router, for example, may not reach a shard.
     async fn is_too_large(&mut self, error: &Error) -> bool {
         if error.kind == Kind::Connection && error.code.is_none() && self.server.operation_time().await.is_ok() {
             self.state.hang_ups += 1;

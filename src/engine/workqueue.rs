@@ -58,7 +58,7 @@ pub use pending::Pending;
 const SMALL: usize = 50;
 /// Slow keys that are remembered after they are done.
 const KNOWN_SLOW: usize = 10_000;
-/// Ends of waits that may be out of date, beside twice as many as there are keys, before they are removed.
+/// Outdated entries of `delayed` are removed once it holds this many more than twice the number of keys.
 const OUTDATED: usize = 1000;
 
 /// Identifies a key of the queue.
@@ -683,7 +683,8 @@ impl WorkQueue {
     }
 
     fn wake(&mut self, now: Instant) {
-        // A request that ends the wait of a key leaves the end of that wait behind: one for each request in a grace period.
+        // A request that ends the wait of a key leaves the entry of that wait behind, so a grace period may collect one for each
+        // request.
         if self.delayed.len() > 2 * self.entries.len() + OUTDATED {
             let entries = &self.entries;
             let is_awaited = |delayed: &Delayed| {

@@ -38,8 +38,8 @@ const COUNTING: Duration = Duration::from_secs(2);
 const COMMAND_BYTES: usize = 8 << 20;
 /// Room for the fields that the driver adds to a command.
 const SLACK: usize = 1 << 10;
-/// The largest command that the server takes: 16 KiB more than a document. It closes the connection on one of 48 MB, which would look
-/// like a failure of the cluster.
+/// The largest command that the server takes: 16 KiB more than a document. If a command exceeds 48 MB, the server closes the
+/// connection, which would look like an outage.
 const LARGEST: usize = (16 << 20) + (16 << 10) - SLACK;
 
 /// A connection to the cluster, with the primary's clock.
@@ -76,7 +76,7 @@ struct Clock {
 pub struct Batches {
     cursor: mongodb::raw_batch_cursor::RawBatchCursor,
     primary: Primary,
-    /// Time at which another server was last looked for.
+    /// Time of the last check whether the primary has changed.
     checked: Instant,
 }
 
@@ -87,12 +87,12 @@ impl Batches {
 
     /// The next batch; None after the last one.
     pub async fn next(&mut self) -> Result<Option<RawBatch>> {
-        // A cursor outlives a step-down. A member that no longer reaches the others goes on answering, without their changes.
+        // A cursor survives a step-down, and a member that no longer reaches the others still answers, without their changes.
         if self.checked.elapsed() >= CHECK_INTERVAL {
-            self.checked = Instant::now();
             if self.primary.has_moved().await {
                 return Err(Error::new(Kind::Connection, MOVED));
             }
+            self.checked = Instant::now();
         }
         Ok(self.primary.attend(self.cursor.next()).await?.transpose()?)
     }
@@ -318,6 +318,13 @@ impl Server {
         Ok(primary.attend(counted).await??.get("n").map_or(0, number))
     }
 
+    /// Waits until writes under its fence whose wait was cancelled can no longer run.
+    pub async fn abandoned_writes_are_over(&self) {
+        if let Some(fence) = &self.fence {
+            fence.abandoned_writes_are_over().await;
+        }
+    }
+
     /// The primary's reply to `hello`.
     pub async fn hello(&self) -> Result<Document> {
         Primary::of(&self.client).hello(HELLO).await
@@ -369,7 +376,7 @@ impl Server {
         let database = self.database(database);
         let command = text::unescaped(RawDocumentBuf::try_from(&command)?);
         if command.as_bytes().len() > LARGEST {
-            return Err(Error::new(Kind::TooLarge, "what is asked for does not fit into one command"));
+            return Err(Error::new(Kind::TooLarge, "the read does not fit into one command"));
         }
         let opened = database.run_raw_cursor_command(command).selection_criteria(primary.criteria()).batch();
         let cursor = primary.attend(opened).await?.map_err(|error| read_too_long(error.into()))?;
@@ -441,7 +448,8 @@ impl Server {
             let refused = written.refused.len();
             let mut taken = Written::default();
             match take_reply(reply, start, usize::from(checked == Checked::First), &mut taken) {
-                // An expression in `target.where` may fail with the same code. The first statement tells which it is.
+                // An expression in `target.where` may fail with the same code. Sending the chunk again with the check in its
+                // first statement tells them apart.
                 Err(error) if error.code == Some(code::TOO_LATE) && checked != known => {
                     checked = known;
                     continue;
@@ -700,7 +708,7 @@ fn take_reply(reply: Document, offset: usize, before: usize, written: &mut Writt
 mod tests {
     use super::*;
 
-    /// A batch was tried again for ever because of one document on which `target.where` fails.
+    /// One document on which `target.where` failed made its batch be retried forever.
     #[test]
     fn an_expression_that_fails_like_the_check_of_the_deadline_is_no_deadline() {
         let take = |index: i32, before: usize| {

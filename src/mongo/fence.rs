@@ -39,7 +39,7 @@ pub struct Fence {
     /// The end of the lease, and the time of its grant or last renewal.
     lease: Mutex<(End, Instant)>,
     superseded: AtomicBool,
-    /// The moment after which writes whose answers nobody waits for can no longer run.
+    /// Time after which writes whose wait was cancelled can no longer run.
     abandoned: Mutex<Option<Instant>>,
 }
 
@@ -107,7 +107,7 @@ impl Fence {
         self.superseded.load(Ordering::SeqCst)
     }
 
-    /// Waits until no write can run whose answer nobody waits for any more.
+    /// Waits until writes whose wait was cancelled can no longer run.
     pub async fn abandoned_writes_are_over(&self) {
         let abandoned = *self.abandoned.lock();
         if let Some(over) = abandoned {

@@ -20,7 +20,7 @@ pub(crate) const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between checks when the answer is known to be lost.
 const CHECK_INTERVAL_AFTER_LOSS: Duration = Duration::from_millis(200);
 
-/// The reason when another server has become the primary.
+/// The error message after a change of the primary.
 pub(crate) const MOVED: &str = "the primary has changed";
 
 /// Time without an answer after which a router counts as frozen. No other server is elected in its place.

@@ -1123,7 +1123,7 @@ fn filters_that_exclude_each_other_break_a_circle() {
     }
 }
 
-/// Because of a circle elsewhere, these two rules demanded that `tags` is no array, and took part in nothing.
+/// Because of a circle elsewhere, these two rules demanded that `tags` is no array, and copied nothing.
 #[test]
 fn rules_outside_of_a_circle_keep_their_filters() {
     let tagged = "

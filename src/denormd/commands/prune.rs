@@ -24,17 +24,18 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
     if let Some(rule) = rule.filter(|rule| known.iter().all(|(name, _)| name != rule)) {
         return Err(without_record(&context, &known, rule).into());
     }
-    let mut pruned = Vec::new();
-    for (name, state) in known.iter().filter(|(name, _)| rule.is_none_or(|rule| rule == name)) {
+    let chosen = || known.iter().filter(|(name, _)| rule.is_none_or(|rule| rule == name));
+    // Before the first removal: the command removes all or nothing.
+    for (name, state) in chosen() {
         let retired = retired(&context.plan, state, is_active(name));
-        if !retired.is_empty()
-            && let Some(owner) = owned_elsewhere(&context, &retired).await?
-        {
-            let error = Error::new(Kind::State, format!("the fields of `{name}` are not pruned: {owner}"));
-            return Err(error
-                .hint("if they are to go, take that rule out of the config of its deployment first")
-                .into());
+        if let Some(owner) = owned_elsewhere(&context, &retired).await? {
+            let error = Error::new(Kind::State, format!("cannot prune the fields of `{name}`: {owner}"));
+            return Err(error.hint("to remove them, first remove that rule from the config of its deployment").into());
         }
+    }
+    let mut pruned = Vec::new();
+    for (name, state) in chosen() {
+        let retired = retired(&context.plan, state, is_active(name));
         let mut paths = Vec::new();
         for retired in &retired {
             paths.push((retired.clone(), count(&context, retired).await?));

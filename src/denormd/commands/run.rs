@@ -310,8 +310,8 @@ async fn patiently(loaded: &Loaded, board: &Board, wait: bool) -> Result<Arc<Con
     }
 }
 
-/// Waits until the cluster can be used. What keeps it from that may be in the config, such as a wrong password or host name, so a
-/// changed config is taken meanwhile; one that is wrong is refused. None if a signal to stop came.
+/// Waits until the cluster can be used. The cause may be in the config, such as a wrong password or host name, so a changed
+/// config replaces it meanwhile, unless it has mistakes. None after a signal to stop.
 async fn reach(
     paths: &[PathBuf],
     mut loaded: Loaded,
@@ -319,15 +319,10 @@ async fn reach(
     wait: bool,
     signals: &mut Signals,
 ) -> Result<Option<(Loaded, Arc<Context>)>, Failure> {
-    let mut is_refused = false;
+    let mut refused = None;
     loop {
         tokio::select! {
-            context = patiently(&loaded, board, wait) => {
-                if is_refused {
-                    signals.try_again();
-                }
-                return Ok(Some((loaded, context?)));
-            }
+            context = patiently(&loaded, board, wait) => return Ok(Some((loaded, context?))),
             wake = signals.next() => if wake == Wake::Stop {
                 return Ok(None);
             },
@@ -342,19 +337,25 @@ async fn reach(
             result = changed => result,
             () = signals.stop() => return Ok(None),
         };
-        is_refused = result.is_err();
         match result {
             Ok(changed) => {
                 take_settings(&changed, (board, guard), signals);
-                loaded = changed;
+                (loaded, refused) = (changed, None);
             }
-            Err(failure) => refuse(board, &failure.to_string()),
+            Err(failure) => {
+                signals.try_again();
+                let text = failure.to_string();
+                if !signals.is_repeated() || refused.as_ref() != Some(&text) {
+                    refuse(board, &text);
+                }
+                refused = Some(text);
+            }
         }
         service::ready();
     }
 }
 
-/// Loads the config again for a daemon that has this one.
+/// Loads the config again. Fails if `old` cannot be replaced without a restart.
 fn load_again(paths: &[PathBuf], old: &Config) -> Result<Loaded, Failure> {
     let loaded = config::load(paths, &config::process_environment())?;
     if demands_restart(old, &loaded.config) {
@@ -364,7 +365,7 @@ fn load_again(paths: &[PathBuf], old: &Config) -> Result<Loaded, Failure> {
     Ok(loaded)
 }
 
-/// Applies the settings of a config that was loaded again, beside its rules.
+/// Applies the settings of a reloaded config, except its rules.
 fn take_settings(loaded: &Loaded, (board, guard): (&Board, &Guard), signals: &mut Signals) {
     guard.obey(&loaded.config.http);
     board.insecure(connect::insecure(&loaded.config.mongodb.uri));
@@ -376,14 +377,14 @@ fn take_settings(loaded: &Loaded, (board, guard): (&Board, &Guard), signals: &mu
     board.happened("config_reloaded", &format!("config reloaded: {count}"));
 }
 
-/// Reports that a config that was loaded again is refused, for the reason in `text`.
+/// Reports that a reloaded config is refused, for the reason in `text`.
 fn refuse(board: &Board, text: &str) {
     board.metrics.reloaded(false);
     // The first line contains the place and the mistake; the others quote the file.
     let reason = text.lines().next().unwrap_or_default().to_owned();
     board.metrics.record_error(None, "read the config again", &Error::new(Kind::Config, &reason));
     board.happened("config_refused", &format!("the new config is refused: {reason}"));
-    tracing::error!(reason = %text, "the new config is refused; the old rules stay in force, and it is tried again");
+    tracing::error!(reason = %text, "the new config is refused; the old one stays in force, and the new one is tried again");
 }
 
 /// True if a running daemon refuses the new config until it is restarted.

@@ -230,7 +230,7 @@ fn failing(metrics: &Metrics) -> BTreeSet<String> {
     recent(metrics).filter(|line| line.doing == RECONCILE).filter_map(|line| line.rule).collect()
 }
 
-/// Rules with a recent error of this kind. An error that is long over stays in the list, and is no cause any more.
+/// Rules with a recent error of this kind. Old errors stay in the list, but are no longer causes.
 fn rules_with_error(metrics: &Metrics, kind: Kind) -> Vec<String> {
     let name = kind.policy().name;
     let rules = recent(metrics).filter(|line| line.reason == name).filter_map(|line| line.rule);

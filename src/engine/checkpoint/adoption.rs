@@ -18,6 +18,8 @@ use denormd_rules::plan::is_same_definition;
 
 /// The collection of decisions: one document per deployment and rule.
 pub const COLLECTION: &str = "adoptions";
+/// Attempts to record a decision while other instances record theirs.
+const ATTEMPTS: usize = 10;
 /// After this time, every partition has acted on a decision, or has ended.
 const ABOUT_TO_ACT: Duration = Duration::from_secs(600);
 
@@ -71,20 +73,22 @@ impl Decisions<'_> {
         if unless(code::DUPLICATE_KEY, decided)?.is_some() {
             return Ok(decision);
         }
-        loop {
+        for _ in 0..ATTEMPTS {
             let found = bounded(collection.find_one(doc! {"_id": self.id(rule)})).await?;
             let found = found.ok_or_else(|| Error::internal("the decision about a rule changes while it is made"))?;
             let first = decision_in(&found)?;
             if let Some(first) = first.filter(|first| is_same_definition(&first.definition, &decision.definition)) {
                 return Ok(first);
             }
-            // The server calls definitions equal whose numbers differ only in type, 0 and 0.0: this one replaces the other.
+            // The server treats definitions as equal if only the types of numbers differ, such as 0 and 0.0. The new decision
+            // replaces the other one.
             let [at, agreed] = ["at", "agreed"].map(|name| found.get(name).cloned().unwrap_or(Bson::Null));
             let same = doc! {"_id": self.id(rule), "at": at, "agreed": agreed};
             if bounded(collection.update_one(same, doc! {"$set": state.clone()})).await?.matched_count > 0 {
                 return Ok(decision);
             }
         }
+        Err(Error::internal("the decision about a rule changes while it is made"))
     }
 
     /// Records that somebody has agreed to this definition.

@@ -95,7 +95,7 @@ impl FanOuts {
     pub async fn advance(&self, server: &Server, rule: &Rule, job: &FanOut) -> Result<bool> {
         let after: Vec<Bson> = job.after.iter().cloned().collect();
         let mut set = doc! {"after": after, "saved": clock::now()};
-        // With the order that the position belongs to: a delayed write may come after a change of the order.
+        // Always writes the order together with the position: a delayed write may arrive after the order has changed.
         let update = if job.in_parts {
             set.insert("in_parts", true);
             doc! {"$set": set}
@@ -123,8 +123,8 @@ impl FanOuts {
         found.map(|found| progress(&found, subject.clone()).ok_or_else(|| unreadable(&found))).transpose()
     }
 
-    /// Deletes all jobs of a rule, because a backfill of the rule covers them. Under the leader's deadline: a delayed deletion would
-    /// take the jobs that were opened behind that backfill.
+    /// Deletes all jobs of a rule, because a backfill of the rule covers them. Runs under the leader's deadline: a delayed
+    /// deletion would also delete jobs that were opened after that backfill began.
     pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
         let filter = doc! {
             "_id.deployment": &self.deployment, "_id.rule": rule, "term": {"$not": {"$gt": server.term()}},

@@ -110,11 +110,11 @@ impl Store {
         for name in [POSITIONS, RULES, fan_out::COLLECTION] {
             let documents = server.collection(database, name);
             let later = doc! {"_id.deployment": &id, "term": {"$gt": term}};
-            if term > 0 && bounded(documents.count_documents(later)).await? > 0 {
+            if term > 0 && bounded(documents.find_one(later)).await?.is_some() {
                 return Err(superseded(server));
             }
             let earlier = doc! {"_id.deployment": &id, "term": {"$not": {"$gte": term}}};
-            // A late one raises terms no further than this leadership's.
+            // A delayed update raises terms at most to the term of this leadership.
             bounded(documents.update_many(earlier, doc! {"$set": {"term": term}})).await?;
         }
         Self::of_cluster(server, database, &id, Arc::from([id.clone()])).await

@@ -324,8 +324,8 @@ impl<R: Registry> Held<R> {
         self.lost.cancelled().await;
     }
 
-    /// Gives the lease back, so that another instance leads at once. Call it only after every write under the lease has
-    /// been answered or waited out, or its wait cancelled: such a write is waited out here.
+    /// Gives the lease back, so that another instance leads at once. Call it only when no write under the lease is being awaited.
+    /// It first waits until writes whose wait was cancelled can no longer run.
     pub async fn release(self) {
         self.fence.abandoned_writes_are_over().await;
         self.renewal.abort();

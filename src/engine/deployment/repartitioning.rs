@@ -275,7 +275,7 @@ fn positions(positions: &[Document], old: usize) -> Result<Vec<Document>> {
         let whole = positions.len() == old && positions.iter().all(|(_, position)| position.get("cluster") == cluster);
         let mut last = positions.iter().min_by_key(|(time, _)| *time)?.1.clone();
         last.extend(doc! {"token": Bson::Null, "pipeline": []});
-        // They are those of one partition. Another one that was ahead may have changed targets later.
+        // These effects are of one partition. A partition that was ahead may have changed targets later.
         last.remove("effects");
         whole.then_some(last)
     };

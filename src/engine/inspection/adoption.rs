@@ -198,8 +198,8 @@ pub enum Standing {
 pub struct EarlierWrites {
     /// The paths that it wrote.
     pub paths: BTreeSet<String>,
-    /// The constants that the rule's `otherwise` gives, by path; none if that of the earlier definition gave others. A value
-    /// that one of them replaces is lost.
+    /// The scalar constants in the rule's `otherwise`, by path; empty if the earlier definition had a different `otherwise`. A
+    /// value that such a constant replaces counts as lost.
     pub constants: Vec<(String, Bson)>,
     /// True if it deleted the same documents or elements as the rule does now.
     pub deletes: bool,
@@ -229,7 +229,7 @@ impl EarlierWrites {
         }
     }
 
-    /// True if a value is replaced by what `otherwise` gives where no source matches.
+    /// True if the expected value equals a constant of `otherwise`, as for a target without a source.
     fn loses_source(&self, Difference { path, expected, .. }: &Difference) -> bool {
         let is_expected = |constant: &Bson| {
             let expected = expected.clone().map(Bson::try_from);

@@ -82,9 +82,12 @@ pub(super) fn owns(rule: &Rule, retired: &Retired) -> bool {
         && rule.owned().into_iter().any(|owned| owned.overlaps_loosely(&retired.path))
 }
 
-/// The reason why these fields must not be removed: a rule of another deployment owns one of them, as after a change of the deployment's
-/// name. Only deployments that have a leader count; the state of one that has ended for good may still be there.
+/// The reason why these fields must not be removed: a rule of another deployment owns one of them, as after a change of the
+/// deployment's name. Only deployments with a leader count: the state of a deployment that was removed may still exist.
 pub async fn owned_elsewhere(context: &Context, paths: &[Retired]) -> Result<Option<String>> {
+    if paths.is_empty() {
+        return Ok(None);
+    }
     let (server, dead_letters) = (&context.server, &context.dead_letters);
     let (database, deployment) = (&dead_letters.database, &dead_letters.deployment);
     for (id, rule, record) in earlier::of_other_deployments(server, database, deployment).await? {
@@ -133,6 +136,9 @@ pub async fn carry_out(
             "a rule that it runs owns `{}` of `{}`: does it run with this config?",
             taken.path, taken.collection
         )));
+    }
+    if let Some(owner) = owned_elsewhere(context, paths).await? {
+        return Ok(RequestOutcome::Refused(owner));
     }
     // Every partition receives the request. One of them writes, once no other has a rule that owns the paths.
     if context.partition.place() != 0 {

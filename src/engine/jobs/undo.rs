@@ -100,15 +100,15 @@ pub async fn carry_out(
     }
     let paths = context.kept().paths(&asked.rule).await?;
     let fields: Vec<Retired> = paths.into_iter().filter_map(retired).collect();
-    // The plan refuses two rules that write one field of one document. It knows nothing of a rule that has another name now, nor of
-    // the fields that an earlier definition of the rule has left to another one.
+    // The plan refuses two rules that write one field of one document. It does not know rules that were renamed since, or fields
+    // that an earlier definition of the rule owned and another rule owns now.
     let is_left = |field: &&Retired| rule.is_none_or(|rule| !owns(rule, field));
     let mut others = context.plan.rules.iter().filter(|other| rule.is_none_or(|rule| rule.id != other.id));
     if let Some(other) = others.find(|other| fields.iter().filter(is_left).any(|field| owns(other, field))) {
         return Ok(RequestOutcome::Refused(format!("`{}` owns a field that it would put back", other.name)));
     }
     if let Some(owner) = owned_elsewhere(context, &fields).await? {
-        return Ok(RequestOutcome::Refused(format!("{owner}, which it would put back")));
+        return Ok(RequestOutcome::Refused(format!("{owner}, a field that `undo` would put back")));
     }
     let mut keeping = record.and_then(|record| record.keeping).unwrap_or_default();
     keeping.passed.clear();
@@ -320,7 +320,7 @@ fn statement(value: &KeptValue, at: &str, stored: Option<&Bson>) -> Result<RawDo
             let equal = value.as_ref().map_or(doc! {"$exists": false}, |value| doc! {"$eq": value.clone()});
             doc! {format!("{element}.{path}"): equal}
         }));
-        // An element without a reference fulfils them also where it is gone, and a write there would insert it again.
+        // If the element is gone and had no reference, the conditions hold as well, and the write would insert it again.
         conditions.push(doc! {element: {"$type": "object"}});
     } else {
         let outer = at.match_indices('.').map(|(end, _)| doc! {&at[..end]: {"$type": "object"}});

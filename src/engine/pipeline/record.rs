@@ -144,8 +144,8 @@ impl Recorder {
     /// Adds a change of a rule whose state has this generation, unless it is covered by one that is not recorded yet. Returns
     /// the hold if an older one is enough.
     ///
-    /// A change that is being recorded may have been read from the state database before its answer arrives: its backfill has
-    /// begun then, and may have passed the targets that this change is about. So the change is recorded once more.
+    /// The pipeline may read a recorded state before the answer to that write arrives. Its backfill has then begun, and may have
+    /// passed the targets of this change, so the change is recorded once more.
     #[must_use]
     pub fn add(&mut self, rule: RuleId, change: Change, hold: Option<Hold>, generation: i64) -> Option<Hold> {
         let is_read = !self.recording.is_empty() && self.begun_at != generation;
@@ -273,7 +273,7 @@ mod tests {
         assert!(recorder.is_stopping(RULE) && !recorder.is_stopping(RuleId(1)));
     }
 
-    /// The backfill had begun, and passed what the second change was about; the checkpoint passed that change.
+    /// The backfill had already passed the targets of the second change, and the checkpoint advanced past that change.
     #[tokio::test]
     async fn a_change_after_the_backfill_has_begun_is_not_covered_by_it() {
         let mut recorder = Recorder::default();

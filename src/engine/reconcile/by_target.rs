@@ -192,7 +192,7 @@ fn lookups(rule: &Rule, asked: Vec<Document>, inner: &[Document]) -> Vec<Documen
 }
 
 /// The lookups: one document `{ id, t: target, r: [{ n, f, k, e: element }], settled }` for each target, with its slots in `r`.
-/// `f` finds sources, and `k` has the keys. What is read of a target is there once, however many elements it has.
+/// `f` finds sources, and `k` has the keys. The values read from a target appear once, however many elements it has.
 fn asked(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) -> Vec<Document> {
     let mut out = Vec::new();
     for target in targets {

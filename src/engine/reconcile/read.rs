@@ -840,8 +840,8 @@ fn whole_numbers(group: &mut Document, nth: usize, accumulator: &Bson) -> Bson {
     if operator(accumulator) == "$sum" {
         return is_whole(&format!("v{nth}"));
     }
-    // A mean of whole numbers is exact if the largest one times their count still fits into a double. The types of the least and of
-    // the largest say nothing of the numbers between them: 0, 8.76, 100. Without any number it is null.
+    // A mean of whole numbers is exact if the largest one times their count still fits into a double. The types of the smallest
+    // and the largest number do not determine the others: 0, 8.76, 100. Without any number it is null.
     let [sum, least, most, count] = ["sum", "least", "most", "count"].map(|name| format!("{name}{nth}"));
     let largest = doc! {"$max": [format!("${most}"), {"$multiply": [-1, format!("${least}")]}]};
     let bounded = doc! {"$lte": [{"$multiply": [largest, format!("${count}")]}, WHOLE]};

@@ -443,13 +443,16 @@ fn collected(
     if row.is_none() && on_empty == OnEmpty::Unset {
         return Ok(Desired::Fields(vec![None]));
     }
-    // Dead letters are counted by reason: with the array's own size, each would have one of its own.
+    // Dead letters are counted by reason: with the array's size in the text, each array would have its own reason.
     if let Some(limit) = max_elements.filter(|limit| count > *limit) {
-        return Err(Error::new(Kind::Refused, format!("the array would have over {limit} elements (max_elements)")));
+        return Err(Error::new(
+            Kind::Refused,
+            format!("the array would have more than {limit} elements (max_elements)"),
+        ));
     }
     let bytes = array.as_bytes().len() as u64;
     if let Some(limit) = max_bytes.filter(|limit| bytes > *limit) {
-        return Err(Error::new(Kind::Refused, format!("the array would have over {limit} bytes (max_bytes)")));
+        return Err(Error::new(Kind::Refused, format!("the array would have more than {limit} bytes (max_bytes)")));
     }
     Ok(Desired::Fields(vec![Some(RawBson::Array(array))]))
 }

@@ -862,7 +862,7 @@ fn definition_of_values(values: &Values) -> Document {
     match values {
         Values::Set { assignments, once, otherwise } => {
             let mut values = doc! {"set": set(assignments), "once": *once};
-            // A path without a value is null here, so a value that is null needs another form.
+            // A path without a value is null here, so an explicit null is written as a `$literal`.
             let value = |value: &Option<Bson>| match value {
                 Some(Bson::Null) => doc! {"$literal": Bson::Null}.into(),
                 value => Bson::from(value.clone()),

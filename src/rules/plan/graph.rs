@@ -22,10 +22,9 @@ pub type Order = (Vec<RuleId>, Vec<Vec<RuleId>>, bool);
 
 /// Checks the rules against each other and orders them.
 ///
-/// A rule feeds another one if it writes a path that the other reads. That is no circle as long as their filters
-/// exclude each other: then no document is both. Rules whose filters are needed for that demand in addition that the
-/// deciding path is no array, which could fulfil both. Rules outside of circles do not need theirs, and may mean arrays:
-/// `{ tags: news }`.
+/// A rule feeds another one if it writes a path that the other reads. That is no circle as long as their filters exclude each
+/// other: then no document is both. Rules whose filters are needed for that demand in addition that the deciding path is no
+/// array, which could fulfil both. Outside of circles this is not demanded: a filter such as `{ tags: news }` may match arrays.
 pub fn order(rules: &mut [Arc<Rule>]) -> Result<Order, Vec<Mistake>> {
     let mut exclusive = Vec::new();
     let mut mistakes = collisions(rules, &mut exclusive);

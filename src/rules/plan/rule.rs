@@ -121,8 +121,8 @@ impl Plan {
     }
 }
 
-/// True if two definitions are the same in every bit. Equal documents may have their fields in another order, which an element or a
-/// subdocument that is copied has as well, and a document with NaN does not equal itself.
+/// True if two definitions are the same in every bit. `==` does not suffice: it ignores the order of fields, which copied
+/// documents keep, and a document with NaN does not equal itself.
 #[must_use]
 pub fn is_same_definition(one: &Document, other: &Document) -> bool {
     let bytes = |definition: &Document| RawDocumentBuf::try_from(definition).map(RawDocumentBuf::into_bytes).ok();

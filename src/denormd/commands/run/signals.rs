@@ -137,8 +137,8 @@ impl Signals {
         signals
     }
 
-    /// Also watches these files, which the config names. A change of the config's own files since they were loaded is still to be
-    /// read.
+    /// Also watches these files, which the config names. Keeps the known content of the config's own files, so that a change
+    /// since they were loaded still causes a reload.
     pub fn watch(&mut self, named: Vec<PathBuf>) {
         if named != self.named {
             self.named = named;
@@ -203,7 +203,7 @@ impl Signals {
 mod tests {
     use super::*;
 
-    /// While a config was put into force that names another file, a second change of the rules was taken for known.
+    /// While a config that names another file was being applied, a second change of the rules went unnoticed.
     #[tokio::test]
     async fn a_change_during_a_reload_is_not_missed() {
         let folder = tempfile::tempdir().unwrap();
