@@ -39,11 +39,13 @@ async fn begin_fan_out(test: &TestDb, db: &Database) -> i32 {
     for ip in 1..50 {
         fail(test, doc! {"times": 1}, doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50}).await;
         set_ip(db, ip).await;
-        for _ in 0..100 {
-            if fan_out(test).await.is_some() {
-                return ip;
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
+        // No event of an earlier change may come once the fan-out has begun: it would be requested again.
+        let is_recorded = until("the change is applied, or recorded as a fan-out", async || {
+            let is_recorded = fan_out(test).await.is_some();
+            (is_recorded || with_ip(db, ip).await == u64::try_from(LOGS).unwrap()).then_some(is_recorded)
+        });
+        if is_recorded.await {
+            return ip;
         }
     }
     panic!("no fan-out is recorded");

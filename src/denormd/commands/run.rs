@@ -384,7 +384,7 @@ fn refuse(board: &Board, text: &str) {
     let reason = text.lines().next().unwrap_or_default().to_owned();
     board.metrics.record_error(None, "read the config again", &Error::new(Kind::Config, &reason));
     board.happened("config_refused", &format!("the new config is refused: {reason}"));
-    tracing::error!(reason = %text, "the new config is refused; the old one stays in force, and the new one is tried again");
+    tracing::error!(reason = %text, "the new config is refused; the old rules stay in force, and it is tried again");
 }
 
 /// True if a running daemon refuses the new config until it is restarted.
