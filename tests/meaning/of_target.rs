@@ -578,8 +578,8 @@ async fn a_target_is_computed_by_an_index() {
     assert_eq!(examined, 80, "20 of each of four keys");
 }
 
-/// What a value reads of its target was in the command once for each element: with some hundred lines in the same subdocument, the
-/// server closed the connection, at each attempt.
+/// The command contained the values read from a target once for each element: with a few hundred lines in the same subdocument, the
+/// server closed the connection at each attempt.
 #[test]
 fn what_is_read_of_a_target_is_sent_once() {
     let rule = daemon::rule(

@@ -431,6 +431,10 @@ async fn pause_all_stops_every_rule_and_resume_all_ends_it() {
     log_has(&db, doc! {"floor": 9, "ip": "new"}).await;
     let told = program.run(&["resume", "--all"]).await.exits(0);
     assert_eq!(told.out, "no rule is paused\n");
+    // While the config cannot be read, one without rules stops them all.
+    let without_rules = Program::new(&config(&test, "[]"));
+    let told = without_rules.run(&["pause", "--all"]).await.exits(0);
+    assert!(told.out.starts_with("2 rules are paused"), "{}", told.out);
     daemon.stop().await;
 }
 

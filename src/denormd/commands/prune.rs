@@ -25,17 +25,18 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
         return Err(without_record(&context, &known, rule).into());
     }
     let chosen = || known.iter().filter(|(name, _)| rule.is_none_or(|rule| rule == name));
-    // Before the first removal: the command removes all or nothing.
-    for (name, state) in chosen() {
-        let retired = retired(&context.plan, state, is_active(name));
-        if let Some(owner) = owned_elsewhere(&context, &retired).await? {
-            let error = Error::new(Kind::State, format!("cannot prune the fields of `{name}`: {owner}"));
-            return Err(error.hint("to remove them, first remove that rule from the config of its deployment").into());
-        }
+    let retired_of = |name: &str, state: &RuleRecord| retired(&context.plan, state, is_active(name));
+    // A command that is refused removes nothing, so all rules are checked first.
+    let all: Vec<Retired> = chosen().flat_map(|(name, state)| retired_of(name, state)).collect();
+    if let Some(owner) = owned_elsewhere(&context, &all).await? {
+        let error = Error::new(Kind::State, format!("nothing is pruned: {owner}"));
+        return Err(error
+            .hint("to remove that field, first remove that rule from the config of its deployment")
+            .into());
     }
     let mut pruned = Vec::new();
     for (name, state) in chosen() {
-        let retired = retired(&context.plan, state, is_active(name));
+        let retired = retired_of(name, state);
         let mut paths = Vec::new();
         for retired in &retired {
             paths.push((retired.clone(), count(&context, retired).await?));

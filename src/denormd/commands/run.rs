@@ -342,14 +342,7 @@ async fn reach(
                 take_settings(&changed, (board, guard), signals);
                 (loaded, refused) = (changed, None);
             }
-            Err(failure) => {
-                signals.try_again();
-                let text = failure.to_string();
-                if !signals.is_repeated() || refused.as_ref() != Some(&text) {
-                    refuse(board, &text);
-                }
-                refused = Some(text);
-            }
+            Err(failure) => refuse(board, signals, &mut refused, &failure),
         }
         service::ready();
     }
@@ -377,14 +370,22 @@ fn take_settings(loaded: &Loaded, (board, guard): (&Board, &Guard), signals: &mu
     board.happened("config_reloaded", &format!("config reloaded: {count}"));
 }
 
-/// Reports that a reloaded config is refused, for the reason in `text`.
-fn refuse(board: &Board, text: &str) {
+/// Reports why a reloaded config is refused, unless the last attempt failed for the same reason, which is in `refused`. The config
+/// is tried again.
+fn refuse(board: &Board, signals: &mut Signals, refused: &mut Option<String>, failure: &Failure) {
+    // The cluster may accept later what it refuses now: after `plan --apply`, or when a new password is set.
+    signals.try_again();
+    let text = failure.to_string();
+    if signals.is_repeated() && refused.as_ref() == Some(&text) {
+        return;
+    }
     board.metrics.reloaded(false);
     // The first line contains the place and the mistake; the others quote the file.
     let reason = text.lines().next().unwrap_or_default().to_owned();
     board.metrics.record_error(None, "read the config again", &Error::new(Kind::Config, &reason));
     board.happened("config_refused", &format!("the new config is refused: {reason}"));
     tracing::error!(reason = %text, "the new config is refused; the old rules stay in force, and it is tried again");
+    *refused = Some(text);
 }
 
 /// True if a running daemon refuses the new config until it is restarted.
@@ -447,14 +448,7 @@ impl Rules {
                 Reload::Taken
             }
             Err(failure) => {
-                // The cluster may accept later what it refuses now: after `plan --apply`, or when a new password is set.
-                signals.try_again();
-                let text = failure.to_string();
-                if signals.is_repeated() && self.refused.as_ref() == Some(&text) {
-                    return Reload::Refused;
-                }
-                refuse(&self.board, &text);
-                self.refused = Some(text);
+                refuse(&self.board, signals, &mut self.refused, &failure);
                 Reload::Refused
             }
         }

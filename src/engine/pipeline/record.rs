@@ -144,8 +144,8 @@ impl Recorder {
     /// Adds a change of a rule whose state has this generation, unless it is covered by one that is not recorded yet. Returns
     /// the hold if an older one is enough.
     ///
-    /// The pipeline may read a recorded state before the answer to that write arrives. Its backfill has then begun, and may have
-    /// passed the targets of this change, so the change is recorded once more.
+    /// The pipeline polls the recorded states, so it may begin a backfill before the answer to the write that requested the backfill
+    /// arrives. That backfill may already have passed the targets of this change, so this change is recorded separately.
     #[must_use]
     pub fn add(&mut self, rule: RuleId, change: Change, hold: Option<Hold>, generation: i64) -> Option<Hold> {
         let is_read = !self.recording.is_empty() && self.begun_at != generation;

@@ -214,7 +214,8 @@ mod tests {
         let mut signals = Signals::until(asked, std::slice::from_ref(&rules));
         std::fs::write(&rules, "second").unwrap();
         signals.watch(vec![uri]);
-        assert_eq!(signals.next().await, Wake::Reload);
+        let next = tokio::time::timeout(POLL_INTERVAL * 30, signals.next()).await;
+        assert_eq!(next, Ok(Wake::Reload));
         let again = tokio::time::timeout(POLL_INTERVAL * 2, signals.next()).await;
         assert!(again.is_err(), "each change is read once");
     }

@@ -15,7 +15,7 @@ pub(super) fn key(rng: &mut StdRng) -> Bson {
     pick(rng, &[bson!(1), bson!(1), bson!(1), bson!(1), bson!(1.0), bson!(2), bson!(2), bson!([2, 1])])
 }
 
-/// How many references a world has to the same keys.
+/// The distribution of a world's references over keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Crowding {
     /// They are spread over all keys.
