@@ -101,6 +101,7 @@ impl Reads {
 /// The counters of one member at one moment.
 #[derive(Debug, Clone, Default)]
 struct Counters {
+    /// Seconds since the member started; 0 if not known.
     uptime: f64,
     latency: HashMap<Namespace, (u64, u64)>,
     top: HashMap<Namespace, u64>,
@@ -170,6 +171,11 @@ impl Observation {
         };
         if since_start {
             reads.seconds = self.members.iter().map(|(_, first)| first.uptime).fold(f64::INFINITY, f64::min);
+            if reads.seconds <= 0.0 {
+                let what =
+                    "how often a collection is read: since when a member counts is not known (use --observe 10m)";
+                reads.unknown.insert(what.to_owned());
+            }
         }
         for (ask, first) in self.members {
             if since_start {

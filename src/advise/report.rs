@@ -407,7 +407,7 @@ impl Inspected<'_> {
             namespace: namespace.clone(),
             count: collection.count,
             size: collection.size,
-            reads: self.reads.of(namespace).map(|used| Rate { times: used.reads, seconds }),
+            reads: self.reads.of(namespace).map(|used| Rate { times: used.reads, seconds }).filter(|_| seconds > 0.0),
             by_reference: index.and_then(|index| self.reads.index(namespace, &index.name)),
             changes: self.times(namespace, updates::Changes::all),
             made_per_day: collection.shape.made_per_day(collection.count),

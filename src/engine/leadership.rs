@@ -7,6 +7,7 @@
 use std::{
     collections::BTreeMap,
     hash::{BuildHasher, RandomState},
+    pin::pin,
     sync::Arc,
     time::Duration,
 };
@@ -361,9 +362,16 @@ async fn take(
     follows: &Follows,
     mut orders: watch::Receiver<Order>,
 ) -> Result<Option<Ended>> {
+    let mut attempt = pin!(lease.try_lead());
     let held = tokio::select! {
-        held = lease.try_lead() => held,
-        () = handing_over(&mut orders) => return Ok(None),
+        held = &mut attempt => held,
+        () = handing_over(&mut orders) => {
+            // It may have been granted already, and nobody else could lead until it expires.
+            if let Ok(Some(held)) = attempt.await {
+                held.release().await;
+            }
+            return Ok(None);
+        }
     };
     match held {
         Ok(Some(held)) => lead(held, partition, follows, orders).await.map(Some),
@@ -392,7 +400,12 @@ async fn lead(
         let started = tokio::select! {
             started = start(&context) => started,
             () = held.lost() => return Ok(Ended::Lost),
-            () = handing_over(&mut orders) => continue,
+            // A newer config ends the start of an older one, which may take minutes.
+            Ok(()) = orders.changed() => {
+                // A deletion of this start must not meet what the next one records.
+                context.server.abandoned_writes_are_over().await;
+                continue;
+            }
         };
         let handle = match started {
             Ok(Some(handle)) => handle,

@@ -268,7 +268,8 @@ pub async fn follow(
     out: mpsc::Sender<Delivery>,
     stop: CancellationToken,
 ) {
-    let state = State { position: start, by_time: None, failures: 0, hang_ups: 0, way: Way::Batches, whole: false };
+    let way = Way::Batches;
+    let state = State { position: start, by_time: None, failures: 0, hang_ups: 0, way, singles: 0, whole: false };
     let mut follower = Follower { server, spec, waiting, out, state };
     while !stop.is_cancelled() {
         let Some(failed) = stop.run_until_cancelled(follower.go_on()).await else { return };
@@ -299,6 +300,8 @@ struct State {
     /// The most recent of these failures in which the server closed the connection and answered the next request.
     hang_ups: u32,
     way: Way,
+    /// The events since the stream was last narrowed.
+    singles: usize,
     /// No update is filtered out.
     whole: bool,
 }
@@ -345,7 +348,7 @@ impl Follower<'_> {
 
     /// Reads less at a time from the same position. False if that is not possible.
     async fn narrow(&mut self, error: &Error) -> bool {
-        (self.state.failures, self.state.hang_ups) = (0, 0);
+        (self.state.failures, self.state.hang_ups, self.state.singles) = (0, 0, 0);
         self.state.way = match self.state.way {
             Way::Batches => Way::Single,
             Way::Single => {
@@ -371,7 +374,7 @@ impl Follower<'_> {
             lost: true,
         };
         let State { by_time, failures, .. } = self.state;
-        self.state = State { position, by_time, failures, hang_ups: 0, way: Way::Batches, whole: true };
+        self.state = State { position, by_time, failures, hang_ups: 0, way: Way::Batches, singles: 0, whole: true };
         self.out.send(delivery).await.is_ok()
     }
 
@@ -394,6 +397,7 @@ impl Follower<'_> {
                 (self.state.failures, self.state.hang_ups) = (0, 0);
             }
             self.state.position = decoded.delivery.position.clone();
+            self.state.singles += decoded.delivery.events.len();
             if self.out.send(decoded.delivery).await.is_err() {
                 return Ok(());
             }
@@ -402,8 +406,10 @@ impl Follower<'_> {
                 self.state.whole = true;
                 return Ok(());
             }
-            // The event that was too large is passed, or the server no longer has it.
-            if (way == Way::Unread && !is_empty) || (way == Way::Single && is_empty && !is_first) {
+            // The event that was too large is passed, or the server no longer has it. Or none was, and a connection that breaks again
+            // and again looked like it.
+            let is_passed = (is_empty && !is_first) || self.state.singles >= BATCH as usize;
+            if (way == Way::Unread && !is_empty) || (way == Way::Single && is_passed) {
                 self.state.way = Way::Batches;
                 return Ok(());
             }

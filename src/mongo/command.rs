@@ -156,6 +156,11 @@ pub fn decoded(rows: &[RawDocumentBuf]) -> Result<Vec<Document>> {
     rows.iter().map(|row| Document::try_from(row.as_ref()).map_err(Error::from)).collect()
 }
 
+/// Documents as the rows of a read.
+pub fn encoded(documents: &[Document]) -> Result<Vec<RawDocumentBuf>> {
+    documents.iter().map(|document| RawDocumentBuf::try_from(document).map_err(Error::from)).collect()
+}
+
 /// The documents of one batch, borrowed where possible.
 pub fn rows_of(batch: &RawBatch) -> Result<impl Iterator<Item = Result<Cow<'_, RawDocument>>>> {
     Ok(batch.doc_slices()?.into_iter().map(|row| {

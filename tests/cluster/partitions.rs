@@ -384,6 +384,12 @@ async fn a_backfill_begins_when_every_partition_runs_the_rule() {
 /// `denormd pause` writes to the partitions that have registered the rule.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_partition_that_registers_a_rule_later_finds_it_paused() {
+    for has_left in [false, true] {
+        finds_it_paused(has_left).await;
+    }
+}
+
+async fn finds_it_paused(has_left: bool) {
     let world = World::new(denormd_fixture::database().await).await;
     world.write_divided_config("denormd.yaml", "", 2);
     let daemon = world.daemon();
@@ -393,7 +399,13 @@ async fn a_partition_that_registers_a_rule_later_finds_it_paused() {
     daemon.terminate().await;
     let rules = world.test.beside("state").collection::<Document>("rules");
     let one = doc! {"_id.rule": "address", "_id.deployment": {"$regex": "#1/2$"}};
-    assert_eq!(rules.delete_one(one).await.unwrap().deleted_count, 1);
+    if has_left {
+        // A rule that has left the config and returns is registered anew, like one without a record.
+        let update = doc! {"$set": {"backfill": "absent", "paused": false}, "$unset": {"until": ""}};
+        assert_eq!(rules.update_one(one, update).await.unwrap().modified_count, 1);
+    } else {
+        assert_eq!(rules.delete_one(one).await.unwrap().deleted_count, 1);
+    }
 
     world.db.collection::<Document>("hosts").update_many(doc! {}, doc! {"$inc": {"ip": 1000}}).await.unwrap();
     let daemon = world.daemon();

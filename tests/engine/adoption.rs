@@ -380,6 +380,71 @@ async fn a_changed_rule_deletes_no_document_unasked() {
     assert_eq!(state, RuleState::Live);
 }
 
+/// The values of a `once` rule counted as its own: without `once`, the rule overwrote a year of history unasked.
+#[tokio::test]
+async fn a_rule_that_is_no_longer_once_needs_agreement() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let run = async |rule: &str| state_after_a_run(&test, rule).await;
+    let once = RIGHT.replace("$firstName } }", "$firstName }, once: true }");
+    assert_eq!(run(&once).await, RuleState::Live);
+    let renamed = doc! {"$set": {"firstName": "Grace"}};
+    db.collection::<Document>("customers").update_many(doc! {}, renamed).await.unwrap();
+    let state = run(RIGHT).await;
+    let Some(BlockReason::Adoption(adoption)) = state.block() else { panic!("{state:?}") };
+    assert_eq!(adoption.causes, ["it would overwrite 30 of 30 existing values"]);
+    let orders = db.collection::<Document>("orders");
+    assert_eq!(orders.count_documents(doc! {"customerName": "Grace"}).await.unwrap(), 0);
+    // Agreed to, the values can be put back.
+    assert_eq!(run(&RIGHT.replace("copy:", "adopt: true, copy:")).await, RuleState::Live);
+    assert_eq!(orders.count_documents(doc! {"customerName": "Grace"}).await.unwrap(), 30);
+    let program = Program::new(&config(&test, "[]"));
+    let told = program.run(&["undo", "customer"]).await.exits(0).out;
+    assert!(told.starts_with("customer: 30 values put back\n"), "{told}");
+    assert_eq!(orders.count_documents(doc! {"customerName": "Ada 1"}).await.unwrap(), 3);
+}
+
+/// What the application writes while a rule is not in the config is the application's. The rule overwrote it when it returned.
+#[tokio::test]
+async fn a_rule_that_returns_to_the_config_needs_agreement_like_a_new_one() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let run = async |rule: &str| state_after_a_run(&test, rule).await;
+    assert_eq!(run(RIGHT).await, RuleState::Live);
+    let mails = RIGHT.replace("name: customer", "name: mails").replace("customerName: $firstName", "mail: $email");
+    let daemon = Daemon::start_unadopted(&config(&test, &mails)).await;
+    daemon.settled().await;
+    assert_eq!(standing(&test, &daemon).await, RuleState::Removed);
+    daemon.stop().await;
+    let orders = db.collection::<Document>("orders");
+    orders.update_many(doc! {}, doc! {"$set": {"customerName": "the application's"}}).await.unwrap();
+    let told = Program::new(&config(&test, RIGHT)).run(&["plan"]).await;
+    assert!(told.out.contains("it would overwrite 30 of 30 existing values"), "{}", told.out);
+    let state = run(RIGHT).await;
+    assert!(matches!(state.block(), Some(BlockReason::Adoption(_))), "{state:?}");
+    assert_eq!(orders.count_documents(doc! {"customerName": "the application's"}).await.unwrap(), 30);
+}
+
+/// `on_empty: keep` promises that documents stay. The rule counted them as its own to delete when `keep` was taken away.
+#[tokio::test]
+async fn a_rule_that_no_longer_keeps_empty_documents_deletes_none_unasked() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let sales = db.collection::<Document>("sales");
+    sales.insert_many((0..1000).map(|n| doc! {"_id": n, "day": n})).await.unwrap();
+    let run = async |rule: &str| state_after_a_run(&test, rule).await;
+    let keeps = "  - { name: customer, allow_scan: true, aggregate: { source: sales, target: { collection: days, create: true }, match: { _id: day }, set: { n: { $sum: 1 } }, on_empty: keep } }";
+    assert_eq!(run(keeps).await, RuleState::Live);
+    sales.delete_many(doc! {"_id": {"$lt": 9}}).await.unwrap();
+    assert_eq!(run(keeps).await, RuleState::Live);
+    let state = run(&keeps.replace(", on_empty: keep", "")).await;
+    let Some(BlockReason::Adoption(adoption)) = state.block() else { panic!("{state:?}") };
+    assert_eq!(adoption.causes, ["it would delete 9 documents or elements"]);
+    assert_eq!(db.collection::<Document>("days").count_documents(doc! {}).await.unwrap(), 1000);
+}
+
 /// The documents without a source may all be among those that were not drawn.
 #[tokio::test]
 async fn a_rule_that_may_delete_what_was_not_compared_needs_agreement() {

@@ -78,6 +78,55 @@ async fn values_that_the_rule_cannot_have_written_are_left_alone() {
     }
 }
 
+/// The application may change a value while the rule is `once`. Of the earlier definition, `prune` took it for the rule's.
+#[tokio::test]
+async fn values_of_a_rule_that_became_once_are_left_alone() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, LABEL).await;
+    have_run(&test, &LABEL.replace("$name } }", "$name }, once: true }")).await;
+    let logs = test.database().collection::<Document>("logs");
+    logs.update_many(doc! {}, doc! {"$set": {"label": "mine"}}).await.unwrap();
+    let out = Program::new(&config(&test, OTHER)).run(&["prune", "label"]).await.exits(0).out;
+    assert!(out.contains("nothing to prune"), "{out}");
+    assert_eq!(labels(&test).await, ["mine"; 3].map(|label| Some(label.to_owned())));
+}
+
+/// Two rules share a field in different documents. Once one of them was gone, its values stayed for ever: the other rule owned the
+/// field.
+#[tokio::test]
+async fn a_rule_of_other_documents_keeps_no_field() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    let of = |kind: &str| {
+        format!(
+            "  - {{ name: {kind}, copy: {{ source: hosts, target: {{ collection: logs, where: {{ kind: {kind} }} }}, match: {{ host: _id }}, set: {{ label: $name }} }} }}\n"
+        )
+    };
+    have_run(&test, &(of("post") + &of("page"))).await;
+    let page = config(&test, &of("page"));
+    let out = Program::new(&page).run(&["prune", "post"]).await.exits(0).out;
+    assert!(out.contains("was removed from 2 documents of ") && out.contains("that match its `where`"), "{out}");
+    assert_eq!(labels(&test).await, [None, None, Some("host".to_owned())]);
+}
+
+/// One document that the server refuses to change kept the field in all that came after it.
+#[tokio::test]
+async fn a_document_that_cannot_be_changed_does_not_stop_the_others() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, LABEL).await;
+    let validator = doc! {"$or": [{"_id": {"$ne": 2}}, {"label": {"$exists": true}}]};
+    test.database().run_command(doc! {"collMod": "logs", "validator": validator}).await.unwrap();
+    let program = Program::new(&config(&test, OTHER));
+    let told = program.run(&["prune", "label"]).await.exits(4).err;
+    assert!(told.contains("1 document cannot be changed, all others are: "), "{told}");
+    assert_eq!(labels(&test).await, [None, Some("host".to_owned()), None]);
+    test.database().run_command(doc! {"collMod": "logs", "validator": {}}).await.unwrap();
+    program.run(&["prune", "--all"]).await.exits(0);
+    assert_eq!(labels(&test).await, [None, None, None]);
+}
+
 /// Without a daemon, a command leads with its own config. One with some of the rules took the others out of force: their
 /// pauses and dead letters were forgotten, and `prune --all` removed their fields.
 #[tokio::test]

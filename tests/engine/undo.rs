@@ -475,6 +475,73 @@ async fn values_that_were_put_back_outlast_a_change_of_the_rule() {
     daemon.stop().await;
 }
 
+/// Only a whole backfill makes the values denormd's own again. After its first page, `prune` removed those that were put back.
+#[tokio::test(flavor = "multi_thread")]
+async fn values_that_were_put_back_outlast_the_first_page_of_a_backfill() {
+    let test = denormd_fixture::database().await;
+    let logs = logs(&test).await;
+    let slow = format!(
+        "limits: {{ backfill_per_second: 10 }}\n{}",
+        config(&test, LABEL).replace("limits: { destroy_grace_seconds: 1 }\n", "")
+    );
+    let program = Program::new(&config(&test, LABEL));
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    ended(&test).await;
+    program.run(&["pause", "host-label"]).await.exits(0);
+    program.run(&["undo", "host-label"]).await.exits(0);
+    daemon.stop().await;
+
+    program.write(&slow);
+    let daemon = program.daemon();
+    program.run(&["resume", "host-label"]).await.exits(0);
+    let rules = test.beside("state").collection::<Document>("rules");
+    until("its first page is saved", async || {
+        let begun = doc! {"after": {"$exists": true}, "backfill": {"$ne": "done"}};
+        rules.find_one(begun).await.unwrap()
+    })
+    .await;
+    program.run(&["pause", "host-label"]).await.exits(0);
+    daemon.stop().await;
+    program.write(&config(&test, &LABEL.replace("host-label", "other").replace("label:", "other:")));
+    program.run(&["prune", "host-label"]).await.exits(0);
+    assert_eq!(one(&logs, 299).await.get_str("label").unwrap(), "old 299");
+}
+
+/// The target of a rule is corrected during its first backfill. What that had passed counted as passed in the new collection, too,
+/// where values were overwritten that nobody kept.
+#[tokio::test(flavor = "multi_thread")]
+async fn another_target_is_kept_from_its_beginning() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    let db = test.database();
+    let archive = db.collection::<Document>("archive");
+    let old = (0..300).map(|n| doc! {"_id": n - 1000, "host": n % 30, "label": format!("old {n}")});
+    archive.insert_many(old).await.unwrap();
+    let keys = doc! {"createIndexes": "archive", "indexes": [{"key": {"host": 1}, "name": "host_1"}]};
+    db.run_command(keys).await.unwrap();
+    let slow = format!(
+        "limits: {{ backfill_per_second: 10 }}\n{}",
+        config(&test, LABEL).replace("limits: { destroy_grace_seconds: 1 }\n", "")
+    );
+    let program = Program::new(&slow);
+    let daemon = program.daemon();
+    let rules = test.beside("state").collection::<Document>("rules");
+    until("it has passed some targets", async || {
+        rules.find_one(doc! {"keeping.passed.0": {"$exists": true}}).await.unwrap()
+    })
+    .await;
+    daemon.stop().await;
+    program.write(&config(&test, &LABEL.replace("target: logs", "target: archive")));
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    ended(&test).await;
+    program.run(&["pause", "host-label"]).await.exits(0);
+    program.run(&["undo", "host-label"]).await.exits(0);
+    assert_eq!(archive.count_documents(doc! {"label": {"$regex": "^old "}}).await.unwrap(), 300);
+    daemon.stop().await;
+}
+
 /// A rule is divided into two, and one half is undone. It put back values in the field of the other half, which goes on: only the
 /// audit would have found them, and with `guard: off` nobody.
 #[tokio::test(flavor = "multi_thread")]

@@ -60,7 +60,18 @@ async fn instances(test: &TestDb, number: usize, uri: Option<&str>) -> Vec<Runni
             .await;
         running.until_json("not behind", |status| status["lag_seconds"] == 0.0).await;
     }
+    let window = "the leader knows the oplog window";
+    crate::support::daemon::until(window, async || time_to_loss(&all).await.first().copied()).await;
     all
+}
+
+/// The time to loss that each leader exposes.
+async fn time_to_loss(all: &[Running]) -> Vec<f64> {
+    let mut exposed = Vec::new();
+    for running in all {
+        exposed.extend(running.metric("denormd_oplog_time_to_loss_seconds").await);
+    }
+    exposed
 }
 
 /// Checks an instance's reports at one moment of an outage.
@@ -105,6 +116,9 @@ async fn watch(all: &[Running], began: Instant) {
         }
         tokio::time::sleep(Duration::from_millis(250)).await;
     }
+    // Others may still write, and the checkpoint stays where it is.
+    let left = time_to_loss(all).await;
+    assert!(left.first().is_some_and(|left| left.is_finite()), "nothing falls off the oplog in an outage: {left:?}");
     for ((running, last), first) in all.iter().zip(last).zip(first) {
         let (at, lag) = first.unwrap();
         let passed = (began.elapsed().saturating_sub(at)).as_secs_f64();

@@ -151,6 +151,7 @@ fn keys() -> Vec<Case> {
                 doc! {"_id": 4, "p": {"$ref": "@t", "$id": 1}, "name": "stale"},
                 doc! {"_id": 5, "p": {"id": 1}, "name": "stale"},
                 doc! {"_id": 6, "p": {"$ref": "@s", "$id": 1}},
+                doc! {"_id": 7, "p": {"$ref": "@s", "$id": 1, "$db": null}},
             ])
             .writes([update("t", 6, doc! {"$set": {"p.$ref": "@t"}})])
             .expect("t", [
@@ -160,6 +161,7 @@ fn keys() -> Vec<Case> {
                 doc! {"_id": 4, "p": {"$ref": "@t", "$id": 1}},
                 doc! {"_id": 5, "p": {"id": 1}},
                 doc! {"_id": 6, "p": {"$ref": "@t", "$id": 1}},
+                doc! {"_id": 7, "p": {"$ref": "@s", "$id": 1, "$db": null}, "name": "a"},
             ]),
         Case::new("DBRefs in the source", "aggregate: { source: '@s', target: '@t', match: { _id: p.$id }, set: { n: { $sum: 1 } } }")
             .has("s", [
@@ -168,10 +170,11 @@ fn keys() -> Vec<Case> {
                 doc! {"_id": 3, "p": {"$ref": "@t", "$id": 1, "$db": "@@"}},
                 doc! {"_id": 4, "p": {"$ref": "@t", "$id": 1, "$db": "elsewhere"}},
                 doc! {"_id": 5, "p": {"$ref": "@t", "$id": 1}},
+                doc! {"_id": 6, "p": {"$ref": "@t", "$id": 1, "$db": null}},
             ])
             .has("t", [doc! {"_id": 1}, doc! {"_id": 2}])
-            .writes([update("s", 5, doc! {"$set": {"p.$ref": "@elsewhere"}})])
-            .expect("t", [doc! {"_id": 1, "n": 2}, doc! {"_id": 2, "n": 0}]),
+            .writes([update("s", 5, doc! {"$set": {"p.$ref": "@elsewhere"}}), update("s", 6, doc! {"$set": {"p.$id": 2}})])
+            .expect("t", [doc! {"_id": 1, "n": 2}, doc! {"_id": 2, "n": 1}]),
         // "A null or missing reference refers to nothing: owned paths are unset."
         Case::new("null and missing", CODE)
             .has("s", [doc! {"_id": 1, "code": null, "name": "null"}, doc! {"_id": 2, "name": "missing"}, doc! {"_id": 3, "code": 1, "name": "one"}])

@@ -57,6 +57,9 @@ async fn the_commands_ask_a_daemon_that_serves_https() {
         assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", told(&output));
     }
     assert!(told(&run(&["support-bundle", "--to", "-"])).contains("\"summary\""), "the bundle has no status");
+    // A probe sends no token, and gets no body.
+    let health = run(&["health", "--output", "json"]);
+    assert_eq!(String::from_utf8_lossy(&health.stdout), "{\"ready\":true}\n");
 
     // Without it: by the authority and the certificate's name.
     let without = |address: &str, more: &[&str]| {

@@ -491,6 +491,16 @@ async fn pause_all_names_the_rules_that_no_leader_has_registered() {
     let told = newer.run(&["pause", "--all", "--output", "json"]).await.exits(4);
     assert_eq!((&told.json()["rules"], &told.json()["not_registered"]), (&json!(["host"]), &json!(["room"])));
     daemon.stop().await;
+
+    // A rule that had left the config is back in it: the next leader starts it.
+    let daemon = newer.daemon();
+    newer.backfilled(&test, 1).await;
+    daemon.stop().await;
+    let daemon = program.daemon();
+    daemon.says("this rule is no longer in the config").await;
+    daemon.stop().await;
+    let told = newer.run(&["pause", "--all"]).await.exits(4);
+    assert!(told.err.contains("not paused, as no leader has registered them yet: room\n"), "{}", told.err);
 }
 
 /// The config of a command may be older or smaller than the leader's: the emergency stop stops what runs.

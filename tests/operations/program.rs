@@ -395,6 +395,31 @@ async fn systemd_hears_of_the_start_the_reload_the_end_and_that_the_loop_turns()
     assert_eq!(running.child.wait().unwrap().code(), Some(0));
 }
 
+/// A config that was read while the pipeline was starting counted as seen: the daemon went on with rules that it no longer had.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_config_that_changes_during_a_start_is_followed() {
+    let set = denormd_fixture::ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
+    db.collection("log").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let program = Program::new(&config(&test, RULE));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let shuts_down = doc! {
+        "failCommands": ["create"], "namespace": format!("{}.positions", test.beside("state").name()), "errorCode": 91,
+    };
+    crate::engine::fan_outs::fail(&test, "alwaysOn", shuts_down).await;
+    let daemon = program.daemon();
+    daemon.says("the pipeline cannot start yet; retrying").await;
+    program.write(&config(&test, &RULE.replace("ip: $ip", "address: $ip")));
+    daemon.says("config reloaded").await;
+    crate::engine::fan_outs::fail(&test, "off", doc! {}).await;
+    let log = db.collection::<Document>("log");
+    until("the new rule is applied", async || log.find_one(doc! {"address": "10.0.0.1"}).await.unwrap()).await;
+    assert_eq!(log.count_documents(doc! {"ip": {"$exists": true}}).await.unwrap(), 0);
+    daemon.stop().await;
+}
+
 /// A start creates the collections of its state, and for that the first read of them may fail. It was logged as a warning, and half a
 /// second passed until the next read.
 #[tokio::test(flavor = "multi_thread")]

@@ -20,7 +20,7 @@ use denormd_mongo::error::{Error, Kind};
 use denormd_rules::{
     config::{self, ChangedSetting, Format, Loaded},
     plan::{
-        Plan, Rule,
+        Plan, Rule, is_once,
         privileges::{Privilege, missing, needed},
     },
 };
@@ -112,6 +112,8 @@ enum Fate {
     Stay,
     /// Another rule owns the path, or a part of it: they stay until that rule writes them.
     TakenOver { by: String },
+    /// The rule was `once`: they stay for good, because nothing distinguishes them from the application's.
+    LeftToTheApplication,
     /// The rule was in shadow: they belong to the application.
     NotWritten,
 }
@@ -329,6 +331,7 @@ fn losses(before: &Rule, rule: Option<&Rule>, new: &Plan) -> Vec<Loss> {
     let loss = |path: &FieldPath| {
         let values = match other(path) {
             _ if stay.iter().any(|stay| stay.path == *path) => Fate::Stay,
+            None if is_once(&before.definition) && !before.shadow => Fate::LeftToTheApplication,
             Some(other) if !before.shadow => Fate::TakenOver { by: other.name.clone() },
             _ => Fate::NotWritten,
         };

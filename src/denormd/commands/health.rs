@@ -61,6 +61,8 @@ pub async fn health(output: Output, daemon: client::Daemon, live: bool) -> Resul
     let body = String::from_utf8_lossy(&answer.body).into_owned();
     match output {
         Output::Json if live => print(&format!("{}\n", serde_json::json!({"live": answer.ok}))),
+        // Without the token there is no body.
+        Output::Json if body.trim().is_empty() => print(&format!("{}\n", serde_json::json!({"ready": answer.ok}))),
         Output::Json => print(&format!("{body}\n")),
         Output::Text if answer.ok => print(if live { "alive\n" } else { "ready\n" }),
         Output::Text => {}

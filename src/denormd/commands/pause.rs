@@ -74,8 +74,10 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
         notice(&format!("{name} is blocked; `denormd resume` does not unblock it"));
     }
     let names = context.plan.rules.iter().map(|rule| rule.name.clone()).filter(|_| rule.is_none());
+    // A running leader may have another config. Without one, the next leader reads this one.
+    let is_led = lease::is_held(&context.server, store.database(), store.ids()).await?;
     let (removed, unregistered): (Vec<_>, Vec<_>) =
-        names.filter(|name| !seen.contains(name)).partition(|name| removed.contains(name));
+        names.filter(|name| !seen.contains(name)).partition(|name| is_led && removed.contains(name));
     for name in &removed {
         notice(&format!("{name} was not in the config of the last leader: it does not run, and is not paused"));
     }

@@ -2,7 +2,7 @@
 
 use crate::{
     cli::Output,
-    commands::{Failure, connected, leader, print, print_json, without_record},
+    commands::{Failure, connected, leader, notice, print, print_json, without_record},
 };
 use denormd_engine::{
     checkpoint::{
@@ -34,7 +34,7 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
             .hint("to remove that field, first remove that rule from the config of its deployment")
             .into());
     }
-    let mut pruned = Vec::new();
+    let (mut pruned, mut failed) = (Vec::new(), None);
     for (name, state) in chosen() {
         let retired = retired_of(name, state);
         let mut paths = Vec::new();
@@ -44,7 +44,16 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
         if !dry_run && !retired.is_empty() {
             // The rule that is named may have left the config while no daemon was running.
             let gone = rule.into_iter().collect::<Vec<_>>();
-            leader::request(loaded, &context, &store, (name, RequestedWork::Prune(retired)), &gone).await?;
+            match leader::request(loaded, &context, &store, (name, RequestedWork::Prune(retired)), &gone).await {
+                Ok(()) => {}
+                // What is wrong with one rule's fields does not keep the others'.
+                Err(Failure::Failed(error)) if rule.is_none() && error.kind == Kind::State => {
+                    notice(&format!("{name}: {error}"));
+                    failed.get_or_insert(error);
+                    continue;
+                }
+                Err(failure) => return Err(failure),
+            }
             // A leader may have recorded meanwhile that the rule is not in its config.
             let now = store.rules(&context.server).await?.into_iter().find(|(other, _)| other == name);
             let is_same = |now: &RuleRecord| {
@@ -68,13 +77,13 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
                 pruned.iter().filter(|done| !done.paths.is_empty()).map(|done| done.json(dry_run)).collect();
             print_json(&serde_json::json!({"rules": rules, "dry_run": dry_run}));
         }
-        (Output::Text, rule, done) if done.iter().all(|done| done.paths.is_empty()) => {
+        (Output::Text, rule, done) if failed.is_none() && done.iter().all(|done| done.paths.is_empty()) => {
             let which = rule.map_or_else(|| "no rule has".to_owned(), |rule| format!("`{rule}` has no"));
             print(&format!("{which} retired fields: nothing to prune\n"));
         }
         (Output::Text, ..) => {}
     }
-    Ok(())
+    failed.map_or(Ok(()), |error| Err(error.into()))
 }
 
 /// The retired fields of one rule, each with the number of documents that had it.

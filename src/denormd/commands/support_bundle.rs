@@ -27,6 +27,7 @@ use denormd_engine::{
 use denormd_model::{
     clock::{millis, wall_millis},
     namespace::Namespace,
+    partition::of_deployment,
 };
 use denormd_mongo::{
     Server,
@@ -155,10 +156,10 @@ async fn gather(loaded: &Loaded, plan: Plan, bundle: &mut Json) -> Result<(), Fa
         requests::REQUESTS,
         format::COLLECTION,
     ] {
-        let found = documents(server, &config.state.database, name).await;
+        let found = documents(server, (&config.state.database, name), &config.name).await;
         bundle["state"][name] = or_reason(found.map(|all| all.into_iter().map(|doc| hidden.document(doc)).collect()));
     }
-    bundle["dead_letters"] = or_reason(dead_letters(server, &config.state.database).await);
+    bundle["dead_letters"] = or_reason(dead_letters(server, &config.state.database, &config.name).await);
     Ok(())
 }
 
@@ -233,16 +234,22 @@ async fn collection(server: &Server, namespace: &Namespace) -> Json {
     out
 }
 
-async fn documents(server: &Server, database: &str, collection: &str) -> Result<Vec<Document>> {
-    Ok(server.collection(database, collection).find(doc! {}).limit(MOST).await?.try_collect().await?)
+/// The documents of a deployment. Others may have theirs in the same collection, and their rules are not ours to send.
+async fn documents(server: &Server, (database, collection): (&str, &str), deployment: &str) -> Result<Vec<Document>> {
+    let mine = ["_id.deployment", "deployment", "_id"].map(|field| of_deployment(field, deployment));
+    let mine = doc! {"$or": mine.to_vec()};
+    Ok(server.collection(database, collection).find(mine).limit(MOST).await?.try_collect().await?)
 }
 
-/// Counts the dead letters by rule, reason and path.
-async fn dead_letters(server: &Server, database: &str) -> Result<Json> {
-    let stages = [doc! {"$group": {
-        "_id": {"deployment": "$_id.deployment", "rule": "$_id.rule", "reason": "$reason", "code": "$code", "path": "$path"},
-        "count": {"$sum": 1}, "attempts": {"$max": "$attempts"}, "first": {"$min": "$first"}, "last": {"$max": "$last"},
-    }}];
+/// Counts the dead letters of a deployment by rule, reason and path.
+async fn dead_letters(server: &Server, database: &str, deployment: &str) -> Result<Json> {
+    let stages = [
+        doc! {"$match": of_deployment("_id.deployment", deployment)},
+        doc! {"$group": {
+            "_id": {"deployment": "$_id.deployment", "rule": "$_id.rule", "reason": "$reason", "code": "$code", "path": "$path"},
+            "count": {"$sum": 1}, "attempts": {"$max": "$attempts"}, "first": {"$min": "$first"}, "last": {"$max": "$last"},
+        }},
+    ];
     let rows: Vec<Document> =
         server.collection(database, dead_letter::COLLECTION).aggregate(stages).await?.try_collect().await?;
     Ok(rows.into_iter().map(|row| extended(row.into())).collect())

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use crate::{
     cli::Output,
     commands::{Failure, notice, print_json},
@@ -11,6 +13,9 @@ use denormd_mongo::error::{Error, Kind};
 
 /// The daemon answers at the timeout; this much longer is waited for the answer.
 const MARGIN: Duration = Duration::from_secs(5);
+
+/// Pause before another request to a daemon that is starting, reloads its config, or has too many requests.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// Returns once the daemon has applied everything up to an operation time, or up to now.
 pub async fn wait(
@@ -24,9 +29,19 @@ pub async fn wait(
         return Err(Error::new(Kind::Config, "--operation-time is seconds.increment, as in 1700000000.5").into());
     }
     let from = operation_time.map(|time| format!("&operationTime={time}")).unwrap_or_default();
-    let patience = Duration::from_secs(timeout.into()) + MARGIN;
-    let answer = client::get(daemon, &format!("/v1/wait?timeout={timeout}{from}"), patience).await?;
-    let body: serde_json::Value = answer.json()?;
+    let end = Instant::now() + Duration::from_secs(timeout.into());
+    let answer = loop {
+        let left = end.saturating_duration_since(Instant::now());
+        let path = format!("/v1/wait?timeout={}{from}", left.as_secs_f64());
+        let answer = client::get(daemon.clone(), &path, left + MARGIN).await?;
+        if !matches!(answer.code, 429 | 503) || left.is_zero() {
+            break answer;
+        }
+        tokio::time::sleep(left.min(PAUSE)).await;
+    };
+    // A server with too many requests answers in plain text.
+    let plain = || serde_json::json!({"applied": false, "error": String::from_utf8_lossy(&answer.body).trim()});
+    let body: serde_json::Value = answer.json().unwrap_or_else(|_| plain());
     if output == Output::Json {
         print_json(&body);
     }

@@ -28,7 +28,7 @@ use denormd_mongo::{
 };
 
 use super::{
-    Board,
+    Board, State,
     currency::Claim,
     lag::{BEHIND, Probe},
     report::{Oplog, RetiredField},
@@ -94,7 +94,7 @@ impl Board {
 
     /// Makes the less frequent requests, while this process leads: the canary, the dead letters, the oplog window.
     pub(super) async fn probe(&self, round: u64) {
-        let Some(context) = &self.attached() else { return };
+        let Some(context) = &self.attached() else { return self.count_down(&self.state()) };
         if round.is_multiple_of(CANARY) {
             let sent = self.metrics.now();
             if let Ok(Ok(place)) = tokio::time::timeout(TIMEOUT, canary(context)).await
@@ -127,7 +127,7 @@ impl Board {
                 let has_no_answer = error.kind == Kind::Connection || error.kind == Kind::Unavailable;
                 // During an outage, the status says that the window is the last known one.
                 if has_no_answer && (is_known || state.unanswered.is_some()) {
-                    return;
+                    return self.count_down(&state);
                 }
                 state.oplog = Oplog { readable: Some(false), reason: Some(error.message), ..Oplog::default() };
                 self.metrics.oplog_readable.set(0);
@@ -216,6 +216,18 @@ impl Board {
             None => drop(self.metrics.clock_skew.remove_label_values::<&str>(&[])),
         }
         self.state().clock_skew = skew;
+    }
+
+    /// Lowers the oplog's gauges by the time since they were read. Nothing is known of an oplog that cannot be reached, but others may
+    /// still write to it, and the checkpoint stays where it is.
+    fn count_down(&self, state: &State) {
+        // An instance that stands by has none.
+        let leads = !(state.attached.is_empty() && state.left.is_empty());
+        let Some(headroom) = state.oplog.headroom_seconds.filter(|_| leads) else { return };
+        let left = (headroom - state.times.oplog_read.elapsed().as_secs_f64()).max(0.0);
+        for gauge in [&self.metrics.oplog_headroom, &self.metrics.oplog_loss] {
+            gauge.with_label_values::<&str>(&[]).set(left);
+        }
     }
 
     fn take_oplog(&self, oplog: Oplog) {

@@ -5,7 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bson::{Bson, Document, doc};
 
-use denormd_model::{partition::of_deployment, rule_state::BlockReason};
+use denormd_model::{
+    partition::of_deployment,
+    rule_state::{BlockReason, RuleState},
+};
 use denormd_mongo::{
     Server, all,
     error::{Kind, Result},
@@ -14,14 +17,18 @@ use denormd_rules::plan::{Plan, RuleId};
 
 use super::rule_record::{RULES, RuleRecord, is_in_config, read};
 
-/// The definition of each rule that has run in this deployment, by its name. None can be read without the privilege to.
+/// The definition by which each rule last wrote, by the rule's name: the application may have changed the values of a rule that has
+/// left the config. None can be read without the privilege to.
 pub async fn definitions(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Document>> {
     let records = match records(server, database, deployment, Document::new()).await {
         Err(error) if error.kind == Kind::Privilege => return Ok(BTreeMap::new()),
         records => records?,
     };
     // A definition that is blocked for its effect on existing data has written nothing.
-    let ran = records.into_iter().filter(|(_, record)| !matches!(record.state.block(), Some(BlockReason::Adoption(_))));
+    let has_written = |record: &RuleRecord| {
+        record.state != RuleState::Removed && !matches!(record.state.block(), Some(BlockReason::Adoption(_)))
+    };
+    let ran = records.into_iter().filter(|(_, record)| has_written(record));
     Ok(ran.map(|(rule, record)| (rule, record.definition)).collect())
 }
 

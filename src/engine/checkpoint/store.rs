@@ -610,10 +610,16 @@ impl Store {
         progress: (u64, Option<u64>),
     ) -> Result<bool> {
         let same = doc! {"generation": generation};
+        // Until its end, the targets that it has not reached hold what `denormd undo` has put back.
         let ended = if *state == RuleState::Live {
-            doc! {"degraded": ""}
+            doc! {"$unset": {"degraded": ""}, "$pull": written_again(rule)}
         } else {
-            doc! {}
+            Document::new()
+        };
+        let update = |fields: Document| {
+            let mut update = doc! {"$set": fields};
+            update.extend(ended.clone());
+            update
         };
         let mut state = state_fields(state)?;
         state.insert("progress", progress_field(progress));
@@ -621,15 +627,13 @@ impl Store {
             let (mut keeps, mut both) = (same.clone(), state.clone());
             keeps.insert("keeping", doc! {"$type": "object"});
             both.insert("keeping.passed", vec![passed.clone()]);
-            let update = doc! {"$set": both, "$unset": ended.clone(), "$pull": written_again(rule)};
-            if self.update_own(server, &rule.name, keeps, update).await? {
+            if self.update_own(server, &rule.name, keeps, update(both)).await? {
                 return Ok(true);
             }
             // The record keeps nothing any more: the answer to `end_keeping` was lost.
         }
         // A delayed write moves the progress back.
-        let update = doc! {"$set": state, "$unset": ended, "$pull": written_again(rule)};
-        self.update_own(server, &rule.name, same, update).await
+        self.update_own(server, &rule.name, same, update(state)).await
     }
 }
 

@@ -27,7 +27,7 @@ use denormd_mongo::{
 };
 use denormd_rules::{
     config::Mistake,
-    plan::{Assignment, Rule, Values, owned_paths, reference::Role, tree::Tree},
+    plan::{Assignment, Rule, Values, is_once, owned_paths, reference::Role, tree::Tree},
 };
 
 use super::in_tree;
@@ -209,9 +209,12 @@ impl EarlierWrites {
     /// The writes of this definition; none without one.
     #[must_use]
     pub fn of(rule: &Rule, earlier: Option<&Document>) -> Self {
-        // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here.
+        // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here. The values of a rule that was
+        // `once` may be the application's.
         let counts = |earlier: &&Document| {
-            earlier.get("target") == rule.definition.get("target") && !earlier.get_bool("shadow").unwrap_or_default()
+            earlier.get("target") == rule.definition.get("target")
+                && !earlier.get_bool("shadow").unwrap_or_default()
+                && (!is_once(earlier) || is_once(&rule.definition))
         };
         let Some(earlier) = earlier.filter(counts) else { return Self::default() };
         let decides = |definition: &Document| {
@@ -219,13 +222,17 @@ impl EarlierWrites {
             parts.filter(|(name, _)| !matches!(name.as_str(), "values" | "sort" | "shadow")).collect::<Document>()
         };
         let otherwise = |definition: &Document| definition.get_document("values").ok()?.get("otherwise").cloned();
+        // Without a source, the earlier definition kept the document.
+        let values = earlier.get_document("values").ok();
+        let kept = values.is_some_and(|values| values.get_str("on_empty").is_ok_and(|on_empty| on_empty == "keep"));
         let gave_others = otherwise(earlier).is_some_and(|before| Some(before) != otherwise(&rule.definition));
         Self {
             paths: owned_paths(earlier).iter().map(ToString::to_string).collect(),
             constants: if gave_others { Vec::new() } else { constants(rule) },
             // A rule may delete the documents that it has created.
-            deletes: rule.creates.is_some() && earlier.get_bool("create").unwrap_or_default()
-                || decides(earlier) == decides(&rule.definition),
+            deletes: !kept
+                && (rule.creates.is_some() && earlier.get_bool("create").unwrap_or_default()
+                    || decides(earlier) == decides(&rule.definition)),
         }
     }
 

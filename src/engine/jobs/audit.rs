@@ -4,7 +4,7 @@ mod pace;
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use bson::{Bson, Document};
+use bson::{Bson, RawDocumentBuf};
 use futures_util::{StreamExt, stream};
 use tokio::{sync::mpsc, time::Instant};
 use tokio_util::sync::CancellationToken;
@@ -14,13 +14,13 @@ use crate::{
         Context,
         compare::{Compared, Mismatch, compare_each, compare_ids_each, projection},
         guard::drifted,
-        scan,
+        scan::{self, decoded_in_parts},
     },
     request::Page as Requested,
     route::reference_requests,
 };
 use denormd_model::{key::Key, position::ClusterTime};
-use denormd_mongo::error::Result;
+use denormd_mongo::{command::encoded, error::Result};
 use denormd_rules::{
     config::{Guard, OnDrift},
     plan::{Rule, RuleId},
@@ -97,7 +97,7 @@ impl Round {
 
 /// A page of targets to compare.
 struct Page {
-    targets: Vec<Document>,
+    targets: Vec<RawDocumentBuf>,
     /// Number of documents read.
     read: u64,
     last: Option<Bson>,
@@ -149,7 +149,10 @@ impl Audit<'_> {
             let time = self.context.server.operation_time().await?;
             let page = self.page(round, time).await?;
             let mut take = |compared: Compared| suspects.extend(compared.mismatch());
-            let failing = compare_each(self.context, self.rule, &page.targets, time, &mut take).await?;
+            let mut failing = 0;
+            for targets in decoded_in_parts(&page.targets) {
+                failing += compare_each(self.context, self.rule, &targets?, time, &mut take).await?;
+            }
             let read = page.read;
             round.compared += read;
             round.unknown += failing;
@@ -170,7 +173,7 @@ impl Audit<'_> {
         let (after, most) = (round.after.as_ref(), self.pace.page());
         if round.in_sources {
             let page = self.context.sources_of_documents(self.rule, after, most, time).await?;
-            return Ok(Page { targets: page.absent, read: page.read, last: page.last });
+            return Ok(Page { targets: encoded(&page.absent)?, read: page.read, last: page.last });
         }
         let page = scan::page(self.context, self.rule, &projection(self.rule), after, most, time).await?;
         Ok(Page { read: page.targets.len() as u64, targets: page.targets, last: page.last })

@@ -29,6 +29,7 @@ use crate::{
 use denormd_model::{failpoint, key::Key, position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::{
     code,
+    command::decoded,
     error::{Kind, Result},
 };
 use denormd_rules::plan::{Rule, RuleId, reference::Role};
@@ -321,8 +322,7 @@ impl RuleBackfill<'_> {
         }
         let fields = rule.reference.projection(Role::Target);
         let page = scan::page(self.context, rule, &fields, after, most, time).await?;
-        let requests = requests_of(rule, &page.targets);
-        let reached = page.last.as_ref().or_else(|| page.targets.last().and_then(|target| target.get("_id"))).cloned();
+        let (requests, reached) = (requests_of(rule, &decoded(&page.targets)?), page.reached()?);
         Ok(Read { documents: page.targets.len() as u64, requests, reached, last: page.last })
     }
 

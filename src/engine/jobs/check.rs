@@ -13,7 +13,7 @@ mod suspects;
 
 use std::{collections::HashSet, time::Duration};
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, Document, RawDocumentBuf, doc};
 use tokio::time::Instant;
 
 use crate::{
@@ -25,13 +25,14 @@ use crate::{
     reconcile::{
         Context,
         compare::{Compared, compare_each, compare_ids_each, projection},
-        read, scan,
+        read,
+        scan::{self, decoded_in_parts},
     },
 };
 use denormd_model::{failpoint, key::Key, position::ClusterTime};
 use denormd_mongo::{
     Pages,
-    command::decoded,
+    command::{decoded, encoded},
     error::{Error, Kind, Result},
 };
 use denormd_rules::plan::{Rule, reference::Role};
@@ -124,7 +125,7 @@ struct Position {
 
 /// Targets that were read after `time`.
 struct Page {
-    targets: Vec<Document>,
+    targets: Vec<RawDocumentBuf>,
     time: ClusterTime,
     /// The position after them.
     position: Position,
@@ -218,9 +219,9 @@ impl<'a> Check<'a> {
         };
         let compared = async {
             let mut refused = 0;
-            for chunk in targets.chunks(AT_ONCE) {
+            for targets in targets.chunks(AT_ONCE).flat_map(decoded_in_parts) {
                 let mut take = |compared: Compared| self.suspects.add(&compared);
-                refused += compare_each(self.context, self.rule, chunk, time, &mut take).await?;
+                refused += compare_each(self.context, self.rule, &targets?, time, &mut take).await?;
             }
             Ok(refused)
         };
@@ -326,10 +327,10 @@ impl Reading<'_> {
         let time = self.context.server.operation_time().await?;
         let targets = match &mut self.sample {
             Some(sample) => match sample.targets.next().await? {
-                Some(rows) => decoded(&rows)?,
+                Some(rows) => rows,
                 None => {
                     self.position.done = true;
-                    absent_in_sample(self.context, self.rule, sample.sources, time).await?
+                    encoded(&absent_in_sample(self.context, self.rule, sample.sources, time).await?)?
                 }
             },
             None => self.next_of_all(time).await?,
@@ -337,13 +338,13 @@ impl Reading<'_> {
         Ok(Page { targets, time, position: self.position.clone() })
     }
 
-    async fn next_of_all(&mut self, time: ClusterTime) -> Result<Vec<Document>> {
+    async fn next_of_all(&mut self, time: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
         let Position { after, in_sources, done } = &mut self.position;
         if *in_sources {
             let page = self.context.sources_of_documents(self.rule, after.as_ref(), SOURCES, time).await?;
             *done = page.last.is_none();
             *after = page.last;
-            return Ok(page.absent);
+            return encoded(&page.absent);
         }
         let page = scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
         *done = page.last.is_none() && self.rule.creates.is_none();

@@ -151,14 +151,10 @@ impl Pass<'_> {
         loop {
             let wanted = Wanted { filter: &filter, projection: &projection, limit: PAGE };
             let page = scan::page_of(context, rule, wanted, job.after.as_ref(), self.time).await?;
-            let rows = page.targets.iter().map(|row| Ok(RawDocumentBuf::try_from(row)?));
-            let rows = rows.collect::<Result<Vec<_>>>()?;
-            let is_last = page.last.is_none();
-            let reached = page.last.or_else(|| page.targets.last().and_then(|target| target.get("_id").cloned()));
-            if !self.page(job, &rows, reached).await? {
+            if !self.page(job, &page.targets, page.reached()?).await? {
                 return Ok(false);
             }
-            if is_last {
+            if page.last.is_none() {
                 return Ok(true);
             }
         }

@@ -18,9 +18,14 @@ use crate::{
         statement,
     },
 };
-use denormd_model::{namespace::Namespace, position::ClusterTime, rule_state::BlockReason};
-use denormd_mongo::error::Result;
-use denormd_rules::plan::{Plan, Rule, owned_paths};
+use denormd_model::{
+    field_path::FieldPath, namespace::Namespace, position::ClusterTime, rule_state::BlockReason, text::counted,
+};
+use denormd_mongo::{
+    command::decoded,
+    error::{Error, Result},
+};
+use denormd_rules::plan::{Plan, Rule, graph::exclude_each_other, is_once, owned_paths};
 
 /// Documents in one page, and in one write.
 const PAGE: usize = 1000;
@@ -31,8 +36,8 @@ const PAGE: usize = 1000;
 pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
     // A definition that was blocked before its first write has written nothing: the values belong to the application.
     let wrote = !matches!(state.state.block(), Some(BlockReason::Adoption(_)));
-    let current = (!active && wrote).then_some(&state.definition);
-    let definitions = state.retired.iter().chain(current);
+    let current = wrote.then_some(&state.definition);
+    let definitions = state.retired.iter().chain(current.filter(|_| !active));
     let mut found: Vec<Retired> = Vec::new();
     for left in definitions.flat_map(|definition| left_by(plan, definition)) {
         if !found.contains(&left) {
@@ -40,13 +45,23 @@ pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
         }
     }
     found.sort_by(|one, other| (&one.collection, &one.path).cmp(&(&other.collection, &other.path)));
-    // `undo` has put back the application's values.
-    let is_undone = |retired: &Retired| {
-        let is_same = |undone: &&Retired| undone.collection == retired.collection;
-        state.undone.iter().filter(is_same).any(|undone| undone.path.overlaps_loosely(&retired.path))
+    // `undo` has put back the application's values, or the application has changed them while the rule was `once`.
+    let once: Vec<(&str, FieldPath)> =
+        state.retired.iter().chain(current).filter(|one| is_once(one)).flat_map(owned).collect();
+    let is_left = |retired: &Retired| {
+        let undone = state.undone.iter().map(|undone| (undone.collection.as_str(), &undone.path));
+        let mut left = undone.chain(once.iter().map(|(collection, path)| (*collection, path)));
+        left.any(|(collection, path)| collection == retired.collection && path.overlaps_loosely(&retired.path))
     };
-    found.retain(|retired| !is_undone(retired));
+    found.retain(|retired| !is_left(retired));
     found
+}
+
+/// The paths that a definition owns, each with the collection of its targets.
+fn owned(definition: &Document) -> Vec<(&str, FieldPath)> {
+    let target = definition.get_document("target").and_then(|target| target.get_str("collection"));
+    let Ok(collection) = target else { return Vec::new() };
+    owned_paths(definition).into_iter().map(|path| (collection, path)).collect()
 }
 
 /// The fields that a rule with this definition leaves behind: no rule of the plan owns them.
@@ -57,13 +72,11 @@ pub fn left_by(plan: &Plan, definition: &Document) -> Vec<Retired> {
         return Vec::new();
     }
     // A `once` rule leaves its values to the application: they cannot be distinguished from the application's own.
-    if definition.get_document("values").is_ok_and(|values| values.get_bool("once").unwrap_or_default()) {
+    if is_once(definition) {
         return Vec::new();
     }
-    let Ok(target) = definition.get_document("target") else { return Vec::new() };
-    let Ok(collection) = target.get_str("collection") else { return Vec::new() };
-    let filter = target.get_document("where").ok();
-    let paths = owned_paths(definition).into_iter().map(|path| Retired {
+    let filter = definition.get_document("target").and_then(|target| target.get_document("where")).ok();
+    let paths = owned(definition).into_iter().map(|(collection, path)| Retired {
         collection: collection.to_owned(),
         path,
         filter: filter.cloned(),
@@ -76,10 +89,11 @@ fn is_owned(plan: &Plan, retired: &Retired) -> bool {
     plan.rules.iter().any(|rule| owns(rule, retired))
 }
 
-/// True if the rule owns the path, or a part of it.
+/// True if the rule owns the path, or a part of it, in the same documents.
 pub(super) fn owns(rule: &Rule, retired: &Retired) -> bool {
     rule.target.namespace.to_string() == retired.collection
         && rule.owned().into_iter().any(|owned| owned.overlaps_loosely(&retired.path))
+        && !exclude_each_other(rule.target.filter.as_ref(), retired.filter.as_ref())
 }
 
 /// The reason why these fields must not be removed: a rule of another deployment owns one of them, as after a change of the
@@ -106,11 +120,10 @@ fn writes(record: &RuleRecord, retired: &Retired) -> bool {
     let definition = &record.definition;
     let is_blocked = matches!(record.state.block(), Some(BlockReason::Adoption(_)));
     let in_shadow = definition.get_bool("shadow").unwrap_or_default();
-    let target = definition.get_document("target").and_then(|target| target.get_str("collection"));
-    !is_blocked
-        && !in_shadow
-        && target.is_ok_and(|target| target == retired.collection)
-        && owned_paths(definition).iter().any(|owned| owned.overlaps_loosely(&retired.path))
+    let overlaps = |(collection, path): &(&str, FieldPath)| {
+        *collection == retired.collection && path.overlaps_loosely(&retired.path)
+    };
+    !is_blocked && !in_shadow && owned(definition).iter().any(overlaps)
 }
 
 /// Number of documents with the retired field.
@@ -147,36 +160,52 @@ pub async fn carry_out(
     if !store.is_last(&context.server, id).await? {
         return Ok(RequestOutcome::Stopped);
     }
+    let mut refused = Vec::new();
     for retired in paths {
-        if !take_away(context, (store, id), retired, stop).await? {
+        if !take_away(context, (store, id), retired, stop, &mut refused).await? {
             return Ok(RequestOutcome::Stopped);
         }
     }
-    Ok(RequestOutcome::Done)
+    Ok(match refused.first() {
+        None => RequestOutcome::Done,
+        Some(first) => {
+            let documents = counted(refused.len() as u64, "document");
+            RequestOutcome::Refused(format!("{documents} cannot be changed, all others are: {}", first.message))
+        }
+    })
 }
 
-/// Removes one retired field. Returns false if it was stopped, or the command has ended.
+/// Removes one retired field. A document that the server refuses to change stays as it is, with an error in `refused`. Returns false
+/// if it was stopped, or the command has ended.
 async fn take_away(
     context: &Context,
     (store, id): (&Store, ObjectId),
     retired: &Retired,
     stop: &CancellationToken,
+    refused: &mut Vec<Error>,
 ) -> Result<bool> {
     let (database, collection) = retired.namespace();
     let mut pages = Holders::of(retired);
     loop {
         let Some(page) = stop.run_until_cancelled(pages.next(context)).await else { return Ok(false) };
         let Some(ids) = page? else { return Ok(true) };
-        if ids.is_empty() {
-            continue;
-        }
-        if !store.is_awaited(&context.server, id).await? {
-            return Ok(false);
-        }
-        let statement = statement::unset(&retired.path, ids, &pages.filter)?;
-        let written = context.server.update(database, collection, &[statement], context.limits.write_timeout).await?;
-        if let Some((_, error)) = written.refused.into_iter().next() {
-            return Err(error);
+        let mut parts = vec![ids];
+        while let Some(mut part) = parts.pop().filter(|part| !part.is_empty()) {
+            if !store.is_awaited(&context.server, id).await? {
+                return Ok(false);
+            }
+            let statement = statement::unset(&retired.path, part.clone(), &pages.filter)?;
+            let timeout = context.limits.write_timeout;
+            let written = context.server.update(database, collection, &[statement], timeout).await?;
+            match written.refused.into_iter().next() {
+                None => {}
+                Some((_, error)) if error.is_transient() => return Err(error),
+                Some((_, error)) if part.len() == 1 => refused.push(error),
+                Some(_) => {
+                    let rest = part.split_off(part.len() / 2);
+                    parts.extend([rest, part]);
+                }
+            }
         }
     }
 }
@@ -214,6 +243,6 @@ impl Holders {
         let page = scan::page_of_collection(context, &self.namespace, wanted, after, time, &mut self.window).await?;
         let Page { targets, last } = page;
         (self.is_over, self.after) = (last.is_none(), last);
-        Ok(Some(targets.into_iter().filter_map(|mut target| target.remove("_id")).collect()))
+        Ok(Some(decoded(&targets)?.into_iter().filter_map(|mut target| target.remove("_id")).collect()))
     }
 }

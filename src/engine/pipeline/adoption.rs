@@ -20,7 +20,7 @@ use crate::{
 };
 use denormd_model::{
     failpoint,
-    rule_state::{Adoption, BlockReason},
+    rule_state::{Adoption, BlockReason, RuleState},
 };
 use denormd_mongo::error::Result;
 use denormd_rules::plan::{Rule, is_same_definition, owned_paths};
@@ -82,8 +82,11 @@ async fn decision(
         }
         before => before.map(|record| record.definition.clone()),
     };
-    // `denormd undo` has put back the application's values in fields of that definition.
-    let has_kept = |earlier: &Document| before.is_none_or(|record| !left_by_undo(record, earlier));
+    // `denormd undo` has put back the application's values in fields of that definition, or the application has written values while
+    // the rule was not in the config.
+    let has_kept = |earlier: &Document| {
+        before.is_none_or(|record| record.state != RuleState::Removed && !left_by_undo(record, earlier))
+    };
     let earlier = earlier.filter(has_kept);
     let mut decision = Decision { definition: rule.definition.clone(), earlier, block: None };
     if rule.adopt {

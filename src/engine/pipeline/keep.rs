@@ -33,12 +33,12 @@ pub(super) fn of(
     if !context.undo.enabled || rule.shadow || matches!(rule.values, Values::Set { once: true, .. }) {
         return None;
     }
-    // Values written while a rule was not in the config are the application's.
-    let returns = before.is_some_and(|record| record.state == RuleState::Removed);
-    let earlier = decision.and_then(|decision| decision.earlier.as_ref()).filter(|_| !returns);
+    let earlier = decision.and_then(|decision| decision.earlier.as_ref());
     let own = EarlierWrites::of(rule, earlier).paths;
-    // Its first backfill may be unfinished.
-    let open = before.and_then(|record| record.keeping.as_ref()).filter(|_| !returns);
+    // Its first backfill may be unfinished. What that has passed says nothing of other targets.
+    let same_targets = |record: &&RuleRecord| record.definition.get("target") == rule.definition.get("target");
+    let before = before.filter(|record| record.state != RuleState::Removed).filter(same_targets);
+    let open = before.and_then(|record| record.keeping.as_ref());
     let is_open = |path: &String| open.is_some_and(|open| open.paths.contains(path));
     let owned = rule.owned().into_iter().map(ToString::to_string);
     let paths: Vec<String> = owned.filter(|path| !own.contains(path) || is_open(path)).collect();

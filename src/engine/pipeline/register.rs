@@ -138,7 +138,7 @@ async fn register(
         (state, agreement)
     };
     let mut registered = store.register_rule(&context.server, rule, next, keeping.as_ref()).await?;
-    if before.is_none()
+    if before.is_none_or(|record| record.state == RuleState::Removed)
         && !registered.0.is_stopped()
         && let Some(others) = others
         && let Some(paused) = paused_elsewhere(context, others, rule).await?

@@ -19,7 +19,7 @@ use crate::reconcile::{
     of_target::Read,
     read,
     removal_limit::count_values,
-    statement::{Operators, Statement, unchanged, update},
+    statement::{Operators, Statement, absent, unchanged, update},
     value::Rows,
 };
 use denormd_model::{field_path::FieldPath, key::Key, position::ClusterTime};
@@ -162,24 +162,29 @@ pub fn statements(
         let mut conditions = unchanged(rule, id, guard)?;
         let mut operators = Operators::default();
         for difference in part {
-            let path = place(each, &places, difference)?;
+            let (path, outer) = place(each, &places, difference)?;
             operators.put(path.clone(), &difference.expected)?;
-            conditions.extend(once.then(|| doc! {path: {"$exists": false}}));
+            conditions.extend(once.then(|| absent(&path, outer)));
         }
         out.extend(touched(rule, conditions, operators.document())?);
     }
     Ok(out)
 }
 
-/// A path as an update names it, with the index of its element: `lines.3.name`.
-fn place(each: Option<&FieldPath>, places: &[(String, Bson)], difference: &Difference) -> Result<String> {
+/// A path as an update names it, with the index of its element, and the place of that element: `lines.3.name` and `lines.3`. The
+/// place is empty for a path outside the array.
+fn place<'a>(
+    each: Option<&FieldPath>,
+    places: &'a [(String, Bson)],
+    difference: &Difference,
+) -> Result<(String, &'a str)> {
     let Difference { path, element, .. } = difference;
     match (element, each) {
         (Some(nth), Some(each)) => {
             let (at, _) = places.get(*nth).ok_or_else(|| Error::internal("an element without a place"))?;
-            Ok(format!("{at}{}", path.strip_prefix(&each.to_string()).unwrap_or_default()))
+            Ok((format!("{at}{}", path.strip_prefix(&each.to_string()).unwrap_or_default()), at))
         }
-        _ => Ok(path.clone()),
+        _ => Ok((path.clone(), "")),
     }
 }
 

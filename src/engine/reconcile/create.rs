@@ -172,7 +172,7 @@ impl Context {
         let wanted = scan::Wanted { filter: &filter, projection: &projection, limit };
         // The known density of targets says nothing about the sources.
         let page = scan::page_of_collection(self, &rule.source.namespace, wanted, after, time, &mut None).await?;
-        let sources = self.documents_of(rule, &page.targets, time).await?;
+        let sources = self.documents_of(rule, &decoded(&page.targets)?, time).await?;
         Ok(Sources { last: page.last, ..sources })
     }
 

@@ -1,6 +1,6 @@
 //! Reads all targets of a rule in the order of their `_id`s, a page at a time.
 
-use std::time::Duration;
+use std::{iter, time::Duration};
 
 use tokio::time::Instant;
 
@@ -16,6 +16,8 @@ use denormd_rules::plan::{Rule, Side};
 
 /// A page ends early with this many bytes.
 const BYTES: usize = 8 << 20;
+/// Documents are decoded in parts of this many bytes. Decoded, a document takes up to ten times the memory.
+const DECODED: usize = 1 << 20;
 /// Most documents that a page covers if few of them match the filter and reading a full page takes too long. Each
 /// further timeout reduces it to an eighth.
 const WINDOW: i64 = 20_000;
@@ -28,9 +30,16 @@ const PART: u32 = 8;
 #[derive(Debug, Default)]
 pub struct Page {
     /// The targets. There may be none although others follow.
-    pub targets: Vec<Document>,
+    pub targets: Vec<RawDocumentBuf>,
     /// The `_id` that the next page follows; None after the last target.
     pub last: Option<Bson>,
+}
+
+impl Page {
+    /// The `_id` up to which it has read: for the last page, that of its last target, if it has one.
+    pub fn reached(&self) -> Result<Option<Bson>> {
+        if self.last.is_some() { Ok(self.last.clone()) } else { last_id(&self.targets) }
+    }
 }
 
 /// Reads up to `limit` targets that follow `after`, with the fields of `projection`.
@@ -182,7 +191,7 @@ impl Scan<'_> {
             "find": &self.namespace.collection, "projection": {"_id": 1}, "skip": window, "limit": 1,
         });
         command.insert("singleBatch", true);
-        Ok(self.read(command).await?.first().and_then(|last| last.get("_id")).cloned())
+        last_id(&self.read(command).await?)
     }
 
     /// The page that ends at this bound, or before it if it is full. The bound itself was excluded, and the next page
@@ -209,7 +218,7 @@ impl Scan<'_> {
         for target in all.targets {
             let command = doc! {
                 "find": &self.namespace.collection, "projection": {"_id": 1}, "limit": 1, "collation": simple_collation(),
-                "filter": {"$and": [{"_id": {"$eq": target.get("_id").cloned()}}, self.filter()]},
+                "filter": {"$and": [{"_id": {"$eq": id(&target)?}}, self.filter()]},
             };
             match self.read(command).await {
                 Ok(found) if found.is_empty() => {}
@@ -226,12 +235,12 @@ impl Scan<'_> {
         let read = self.some(doc! {"find": &self.namespace.collection}, limit).await?;
         let mut page = Page { targets: Vec::new(), last: read.last };
         // A command document may hardly be larger than the largest document.
-        let bytes: usize = read.targets.iter().map(size).sum();
+        let bytes = size(&read.targets);
         let at_once = if bytes > BYTES { 1 } else { read.targets.len().max(1) };
         for targets in read.targets.chunks(at_once) {
-            let literal = |target: &Document| doc! {"d": {"$literal": target.clone()}};
+            let literals = decoded(targets)?.into_iter().map(|target| doc! {"d": {"$literal": target}});
             let stages = vec![
-                doc! {"$documents": targets.iter().map(literal).collect::<Vec<_>>()},
+                doc! {"$documents": literals.collect::<Vec<_>>()},
                 doc! {"$replaceWith": "$d"},
                 doc! {"$match": self.filter()},
                 doc! {"$project": self.wanted.projection.clone()},
@@ -252,20 +261,19 @@ impl Scan<'_> {
         let mut pages = self.context.server.pages(database, command, self.time).await?;
         let (mut targets, mut bytes, mut end) = (Vec::new(), 0, true);
         while let Some(batch) = pages.next().await? {
-            bytes += batch.iter().map(|row| row.as_bytes().len()).sum::<usize>();
-            for row in batch {
-                targets.push(Document::try_from(row.as_ref())?);
-            }
+            bytes += size(&batch);
+            targets.extend(batch);
             if bytes > BYTES && targets.len() > 1 {
                 end = false;
                 break;
             }
         }
         end &= i64::try_from(targets.len()).is_ok_and(|read| read < limit);
-        if self.after.is_some() && targets.first().and_then(|target| target.get("_id")) == self.after {
+        let first = targets.first().map(id).transpose()?.flatten();
+        if self.after.is_some() && first.as_ref() == self.after {
             targets.remove(0);
         }
-        let last = if end { None } else { targets.last().and_then(|target| target.get("_id")).cloned() };
+        let last = if end { None } else { last_id(&targets)? };
         Ok(Page { targets, last })
     }
 
@@ -287,11 +295,9 @@ impl Scan<'_> {
         Ok(())
     }
 
-    async fn read(&self, command: Document) -> Result<Vec<Document>> {
-        let database = &self.namespace.database;
+    async fn read(&self, command: Document) -> Result<Vec<RawDocumentBuf>> {
         let command = limited(command, self.time_limit);
-        let rows = self.context.server.read(database, command, self.time).await?;
-        decoded(&rows)
+        self.context.server.read(&self.namespace.database, command, self.time).await
     }
 }
 
@@ -310,9 +316,33 @@ fn is_text(bound: Option<&Bson>) -> bool {
     matches!(bound, Some(Bson::String(_) | Bson::Symbol(_) | Bson::Document(_) | Bson::Array(_)))
 }
 
-/// Approximate size of a document in bytes.
-fn size(document: &Document) -> usize {
-    RawDocumentBuf::try_from(document).map_or(0, |raw| raw.as_bytes().len())
+/// The documents, a part at a time: each part is small unless a single document is not.
+pub fn decoded_in_parts(mut rows: &[RawDocumentBuf]) -> impl Iterator<Item = Result<Vec<Document>>> {
+    iter::from_fn(move || {
+        let mut bytes = 0;
+        let fits = |row: &&RawDocumentBuf| {
+            bytes += row.as_bytes().len();
+            bytes <= DECODED
+        };
+        let count = rows.iter().take_while(fits).count().max(1);
+        let (part, rest) = rows.split_at_checked(count)?;
+        rows = rest;
+        Some(decoded(part))
+    })
+}
+
+/// The size of documents in bytes.
+fn size(rows: &[RawDocumentBuf]) -> usize {
+    rows.iter().map(|row| row.as_bytes().len()).sum()
+}
+
+fn id(row: &RawDocumentBuf) -> Result<Option<Bson>> {
+    Ok(row.get("_id")?.map(Bson::try_from).transpose()?)
+}
+
+/// The `_id` of the last document.
+fn last_id(rows: &[RawDocumentBuf]) -> Result<Option<Bson>> {
+    Ok(rows.last().map(id).transpose()?.flatten())
 }
 
 /// Approximate number of targets that follow `after`, and of the sources of a rule that creates its targets; with
@@ -337,6 +367,8 @@ pub async fn count_side(context: &Context, side: &Side, after: Option<&Bson>) ->
 
 #[cfg(test)]
 mod tests {
+    use bson::rawdoc;
+
     use super::*;
 
     /// Without a sort, a router passes on a shard's documents as they come: a page ended at a large `_id` of one shard,
@@ -346,6 +378,16 @@ mod tests {
         let page = |sorted| by_id(doc! {"find": "log"}, Some(&Bson::Int32(7)), sorted);
         assert_eq!(page(false), doc! {"find": "log", "hint": {"_id": 1}, "min": {"_id": 7}});
         assert_eq!(page(true), doc! {"find": "log", "hint": {"_id": 1}, "min": {"_id": 7}, "sort": {"_id": 1}});
+    }
+
+    #[test]
+    fn documents_are_decoded_in_small_parts() {
+        let row = |id: i32, bytes: usize| rawdoc! {"_id": id, "text": "x".repeat(bytes)};
+        let rows = [row(0, 100), row(1, DECODED / 2), row(2, DECODED / 2), row(3, 2 * DECODED), row(4, 100)];
+        let ids = |part: Result<Vec<Document>>| part.unwrap().iter().map(|row| row.get_i32("_id").unwrap()).collect();
+        let parts: Vec<Vec<i32>> = decoded_in_parts(&rows).map(ids).collect();
+        assert_eq!(parts, [vec![0, 1], vec![2], vec![3], vec![4]]);
+        assert_eq!(decoded_in_parts(&[]).count(), 0);
     }
 
     #[test]

@@ -502,6 +502,19 @@ fn update_path(rule: &Rule, path: &FieldPath, elements: &str) -> String {
     }
 }
 
+/// Condition that a path below `outer` has no value, or leads through an array, where the server refuses to write: a query alone
+/// would look into the array's elements.
+pub(super) fn absent(path: &str, outer: &str) -> Document {
+    let inner = path.match_indices('.').filter(|(end, _)| *end > outer.len());
+    let mut ways = vec![doc! {path: {"$exists": false}}];
+    ways.extend(inner.map(|(end, _)| doc! {&path[..end]: {"$type": "array"}}));
+    if ways.len() == 1 {
+        ways.remove(0)
+    } else {
+        doc! {"$or": ways}
+    }
+}
+
 /// One statement per path, for targets that do not have it yet.
 fn fill_once(rule: &Rule, matcher: &Matcher, fields: &[Field]) -> Result<Vec<Statement>> {
     let mut out = Vec::new();
@@ -515,9 +528,9 @@ fn fill_once(rule: &Rule, matcher: &Matcher, fields: &[Field]) -> Result<Vec<Sta
             (Some(each), Some(last)) if path.below(each).is_some() => {
                 let text = path.query();
                 let below = text.strip_prefix(&format!("{}.", each.query())).unwrap_or(&text);
-                last.insert(format!("e.{below}"), doc! {"$exists": false});
+                last.extend(absent(&format!("e.{below}"), "e"));
             }
-            _ => conditions.push(doc! {path.query(): {"$exists": false}}),
+            _ => conditions.push(absent(&path.query(), "")),
         }
         out.push(update(rule, conditions, rawdoc! {"$set": set}, &filters)?);
     }

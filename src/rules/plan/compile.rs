@@ -793,10 +793,8 @@ impl Rule {
             return;
         }
         let side = if role == Role::Source { &mut self.source } else { &mut self.target };
-        let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
         let mut clauses: Vec<Document> = side.filter.take().into_iter().collect();
-        let condition = ends.map(|end| doc! {&path[..end]: {"$not": {"$type": "array"}}});
-        clauses.extend(condition.collect::<Vec<_>>());
+        clauses.extend(graph::outer_paths(path).map(|path| doc! {path: graph::no_array()}));
         side.filter = Some(doc! {"$and": clauses});
         if self.tree.is_some() {
             self.source.filter.clone_from(&self.target.filter);
@@ -905,6 +903,13 @@ pub fn owned_paths(definition: &Document) -> Vec<FieldPath> {
     let several = lists.iter().filter_map(|name| values.get_array(name).ok()).flatten();
     let several = several.filter_map(|entry| entry.as_document()?.get_str("path").ok());
     single.into_iter().chain(several).filter_map(|path| FieldPath::parse(path).ok()).collect()
+}
+
+/// True for the definition of a `once` rule. Its values are history: no definition computes them again, and nothing distinguishes
+/// them from the application's.
+#[must_use]
+pub fn is_once(definition: &Document) -> bool {
+    definition.get_document("values").is_ok_and(|values| values.get_bool("once").unwrap_or_default())
 }
 
 /// A mapping as a list of pairs: its keys hold dots and `$`, and its order is part of the definition.

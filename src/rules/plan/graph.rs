@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use bson::{Bson, Document};
+use bson::{Bson, Document, doc};
 
 use crate::{
     config::{ConfigPath, Mistake},
@@ -168,15 +168,27 @@ fn exclusions(rules: &[Arc<Rule>], from: usize, to: usize) -> Option<Vec<Exclusi
 
 /// A path on which the filters of two sides demand different values, and which no rule writes.
 fn exclusive_path(rules: &[Arc<Rule>], one: &Side, other: &Side) -> Option<String> {
-    let (one_demands, other_demands) = (Demands::of(one.filter.as_ref()?), Demands::of(other.filter.as_ref()?));
-    let differ =
-        |path: &&String| one_demands.exclude(&other_demands, path) || other_demands.exclude(&one_demands, path);
+    let excluding = excluding_paths(one.filter.as_ref()?, other.filter.as_ref()?);
     let is_owned = |path: &FieldPath| {
         let here = rules.iter().filter(|rule| rule.target.namespace == one.namespace);
         here.flat_map(|rule| rule.owned()).any(|owned| owned.overlaps_loosely(path))
     };
-    let mut paths = one_demands.one_of.keys().chain(other_demands.one_of.keys()).filter(differ);
-    paths.find(|path| FieldPath::parse(path).is_ok_and(|path| !is_owned(&path))).cloned()
+    excluding.into_iter().find(|path| FieldPath::parse(path).is_ok_and(|path| !is_owned(&path)))
+}
+
+/// True if no document matches both filters.
+#[must_use]
+pub fn exclude_each_other(one: Option<&Document>, other: Option<&Document>) -> bool {
+    // An array could fulfil both.
+    let no_array = |path: &String| [one, other].into_iter().flatten().any(|filter| Demands::of(filter).no_array(path));
+    one.zip(other).is_some_and(|(one, other)| excluding_paths(one, other).iter().any(no_array))
+}
+
+/// The paths of which one filter demands a value that the other one does not let pass.
+fn excluding_paths(one: &Document, other: &Document) -> Vec<String> {
+    let (one, other) = (Demands::of(one), Demands::of(other));
+    let paths = one.one_of.keys().chain(other.one_of.keys());
+    paths.filter(|path| one.exclude(&other, path) || other.exclude(&one, path)).cloned().collect()
 }
 
 /// The values that a filter demands and rules out, by path.
@@ -186,6 +198,8 @@ struct Demands {
     one_of: BTreeMap<String, Vec<Key>>,
     /// From `$ne`, and `$nin` lists.
     none_of: BTreeMap<String, Vec<Key>>,
+    /// The paths that must not be arrays.
+    no_arrays: BTreeSet<String>,
 }
 
 impl Demands {
@@ -196,12 +210,14 @@ impl Demands {
                 for clause in clauses.iter().filter_map(Bson::as_document).map(Self::of) {
                     out.one_of.extend(clause.one_of);
                     out.none_of.extend(clause.none_of);
+                    out.no_arrays.extend(clause.no_arrays);
                 }
             }
             if path.starts_with('$') {
                 continue;
             }
             match condition {
+                Bson::Document(condition) if *condition == no_array() => out.no_arrays.extend([path.clone()]),
                 Bson::Document(condition) if condition.keys().any(|name| name.starts_with('$')) => {
                     add(&mut out.one_of, path, listed(condition, "$in", "$eq"));
                     add(&mut out.none_of, path, listed(condition, "$nin", "$ne"));
@@ -212,6 +228,11 @@ impl Demands {
         out
     }
 
+    /// True if the path leads neither to an array nor through one.
+    fn no_array(&self, path: &str) -> bool {
+        outer_paths(path).all(|outer| self.no_arrays.contains(outer))
+    }
+
     /// True if no value that this filter demands of the path is one that the other filter lets pass.
     fn exclude(&self, other: &Self, path: &str) -> bool {
         let Some(values) = self.one_of.get(path) else { return false };
@@ -219,6 +240,16 @@ impl Demands {
         let ruled_out = |theirs: &Vec<Key>| values.iter().all(|value| theirs.contains(value));
         other.one_of.get(path).is_some_and(differ) || other.none_of.get(path).is_some_and(ruled_out)
     }
+}
+
+/// The condition that a value is no array.
+pub(super) fn no_array() -> Document {
+    doc! {"$not": {"$type": "array"}}
+}
+
+/// `a`, `a.b` and `a.b.c` for the path `a.b.c`.
+pub(super) fn outer_paths(path: &str) -> impl Iterator<Item = &str> {
+    path.match_indices('.').map(|(end, _)| end).chain([path.len()]).map(|end| &path[..end])
 }
 
 /// The values of the operator with a list, or else the value of the one without.

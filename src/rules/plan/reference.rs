@@ -206,7 +206,7 @@ impl Reference {
     fn names(&self, role: Role, at: &Document) -> bool {
         let (collection, database) = self.other(role);
         at.get_str("$ref").is_ok_and(|name| name == collection)
-            && at.get("$db").is_none_or(|db| db.as_str() == Some(database))
+            && at.get("$db").is_none_or(|db| *db == Bson::Null || db.as_str() == Some(database))
     }
 
     /// The collection and the database that a DBRef in a document of `role` must name.

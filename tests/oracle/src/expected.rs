@@ -394,7 +394,7 @@ fn key(document: &Bson, element: Option<&Bson>, path: &Path, names: &Side) -> Ke
     {
         let reference = get(base, parents).and_then(Bson::as_document);
         let named = reference.and_then(|reference| reference.get("$ref")).and_then(Bson::as_str) == Some(&names.bare);
-        let database = reference.and_then(|reference| reference.get("$db"));
+        let database = reference.and_then(|reference| reference.get("$db")).filter(|database| **database != Bson::Null);
         if !named || database.is_some_and(|database| database.as_str() != Some(&names.database)) {
             return Key::Nothing;
         }

@@ -151,6 +151,9 @@ fn leaves(Loss { collection, path, values }: &Loss, rule: &str) -> String {
     match values {
         Fate::Stay => format!("{path}: its values stay until {}", code(&format!("denormd prune {rule}"))),
         Fate::TakenOver { by } => format!("{path}: {} owns it, so {} leaves it alone", code(by), code("denormd prune")),
+        Fate::LeftToTheApplication => {
+            format!("{path}: its values stay, because a {} rule leaves them to the application", code("once"))
+        }
         Fate::NotWritten => format!("{path}: it wrote nothing there"),
     }
 }

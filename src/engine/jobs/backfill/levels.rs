@@ -15,7 +15,7 @@ use bson::Bson;
 
 use crate::reconcile::scan;
 use denormd_model::{key::Key, position::ClusterTime};
-use denormd_mongo::error::Result;
+use denormd_mongo::{command::decoded, error::Result};
 use denormd_rules::plan::{
     reference::Role,
     tree::{Place, Tree},
@@ -54,14 +54,15 @@ impl RuleBackfill<'_> {
         loop {
             let most = usize::try_from(pace.page(PAGE)).unwrap_or(1);
             let page = scan::page(self.context, self.rule, &fields, after.as_ref(), most, time).await?;
+            let targets = decoded(&page.targets)?;
             let read = |target| (Key::of_document(target), self.rule.reference.keys(Role::Target, target));
-            let read: Vec<(Key, Vec<Option<Key>>)> = page.targets.iter().map(read).collect();
+            let read: Vec<(Key, Vec<Option<Key>>)> = targets.iter().map(read).collect();
             let asked: Vec<&Key> = read.iter().map(|(id, _)| id).collect();
             let known = tree.known_parents(read.iter().map(|(id, references)| (id.clone(), references.as_slice())));
             let limit = self.context.limits.read_timeout;
             let places = self.context.places(self.rule, tree, &asked, known, (time, limit)).await?;
             let mut wanted = Vec::new();
-            for target in page.targets {
+            for target in targets {
                 let Some(Place::Node(ancestors)) = places.get(&Key::of_document(&target)) else { continue };
                 deepest = deepest.max(ancestors.len());
                 if Some(ancestors.len()) == level {

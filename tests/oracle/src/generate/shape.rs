@@ -175,6 +175,9 @@ fn dbref(rng: &mut StdRng, to: (&str, &str), key: &mut dyn FnMut(&mut StdRng) ->
         1..=2 => {
             reference.insert("$db", database);
         }
+        3 => {
+            reference.insert("$db", Bson::Null);
+        }
         _ => {}
     }
     reference
