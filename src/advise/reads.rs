@@ -172,8 +172,7 @@ impl Observation {
         if since_start {
             reads.seconds = self.members.iter().map(|(_, first)| first.uptime).fold(f64::INFINITY, f64::min);
             if reads.seconds <= 0.0 {
-                let what =
-                    "how often a collection is read: since when a member counts is not known (use --observe 10m)";
+                let what = "read rates: the uptime of a member is unknown (use --observe 10m)";
                 reads.unknown.insert(what.to_owned());
             }
         }

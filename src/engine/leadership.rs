@@ -49,6 +49,8 @@ const UNFIT: Duration = Duration::from_secs(30);
 const UNFIT_WHOLE: Duration = Duration::from_secs(1);
 /// Time for which the others must lead fewer partitions before one is handed over. This ignores short-lived changes.
 const SETTLED: Duration = Duration::from_secs(2);
+/// Time for which an instance that stops waits for the answer of a request for the lease.
+const LEAVING: Duration = Duration::from_secs(5);
 /// Time limit for the request that finds the primary.
 const ASKED: Duration = Duration::from_secs(5);
 
@@ -367,7 +369,7 @@ async fn take(
         held = &mut attempt => held,
         () = handing_over(&mut orders) => {
             // It may have been granted already, and nobody else could lead until it expires.
-            if let Ok(Some(held)) = attempt.await {
+            if let Ok(Ok(Some(held))) = tokio::time::timeout(LEAVING, attempt).await {
                 held.release().await;
             }
             return Ok(None);
@@ -401,11 +403,7 @@ async fn lead(
             started = start(&context) => started,
             () = held.lost() => return Ok(Ended::Lost),
             // A newer config ends the start of an older one, which may take minutes.
-            Ok(()) = orders.changed() => {
-                // A deletion of this start must not meet what the next one records.
-                context.server.abandoned_writes_are_over().await;
-                continue;
-            }
+            Ok(()) = orders.changed() => continue,
         };
         let handle = match started {
             Ok(Some(handle)) => handle,
@@ -466,6 +464,8 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
     let DeadLetters { database, deployment, .. } = &context.dead_letters;
     loop {
         let attempt = async {
+            // A delete that an earlier start has sent must not remove what this one records.
+            context.server.abandoned_writes_are_over().await;
             let partitions = format::check(&context.server, database, deployment).await?;
             if partitions != context.partition.of() {
                 tracing::info!(partitions, "the deployment is divided into another number of partitions now");
@@ -478,8 +478,6 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
             Err(error) if error.is_transient() => {
                 tracing::warn!(error = %error.message, "the pipeline cannot start yet; retrying");
                 tokio::time::sleep(PARTITION_POLL_INTERVAL).await;
-                // A deletion of this attempt must not meet what the next one records.
-                context.server.abandoned_writes_are_over().await;
             }
             result => return result,
         }

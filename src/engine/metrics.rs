@@ -77,10 +77,10 @@ pub struct Metrics {
     pub checkpoint_age: GaugeVec,
     /// Age of the last answer of the slowest stream, in seconds.
     pub stream_age: GaugeVec,
-    /// Seconds of oplog behind the checkpoint. No series if it cannot be read; in an outage, the last value less the time since.
+    /// Seconds of oplog behind the checkpoint. No series if it cannot be read; in an outage, the last value minus the time since it was read.
     pub oplog_headroom: GaugeVec,
     /// Seconds until the checkpoint falls off the oplog at the present rate; infinite while it does not fall behind. In an outage, the
-    /// last headroom less the time since.
+    /// last headroom minus the time since it was read.
     pub oplog_loss: GaugeVec,
     /// 1 if the oplog's first entry can be read.
     pub oplog_readable: IntGauge,
@@ -205,8 +205,8 @@ impl Metrics {
             backfill_total: f.int_gauge_vec("denormd_backfill_expected_targets", "Estimated number of targets that the rule's last backfill has to read.", &["rule"])?,
             checkpoint_age: f.gauge_vec("denormd_checkpoint_age_seconds", "Age in seconds of the checkpoint, from which a restart resumes; 0 if it is up to date.", &[])?,
             stream_age: f.gauge_vec("denormd_stream_age_seconds", "Seconds since the last answer of the slowest change stream, with or without events.", &[])?,
-            oplog_headroom: f.gauge_vec("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the checkpoint; absent when the oplog cannot be read. While no primary answers, the last value less the time since.", &[])?,
-            oplog_loss: f.gauge_vec("denormd_oplog_time_to_loss_seconds", "Seconds until the oplog no longer reaches back to the checkpoint, at the rate of the last minutes; +Inf while the checkpoint does not fall behind. While no primary answers, the last headroom less the time since.", &[])?,
+            oplog_headroom: f.gauge_vec("denormd_oplog_headroom_seconds", "Seconds of oplog between its first entry and the checkpoint; absent when the oplog cannot be read. While no primary answers, the last value minus the time since it was read.", &[])?,
+            oplog_loss: f.gauge_vec("denormd_oplog_time_to_loss_seconds", "Seconds until the oplog no longer reaches back to the checkpoint, at the rate of the last minutes; +Inf while the checkpoint does not fall behind. While no primary answers, the last headroom minus the time since it was read.", &[])?,
             oplog_readable: f.int_gauge("denormd_oplog_readable", "1 when the oplog's first entry can be read.")?,
             canary_age: f.gauge_vec("denormd_canary_age_seconds", "Seconds since denormd sent the newest canary write that has passed every stream and is applied.", &[])?,
             clock_skew: f.gauge_vec("denormd_clock_skew_seconds", "Minimum difference between the clocks of the replica set's members, in seconds; absent while none of them answers.", &[])?,

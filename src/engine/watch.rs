@@ -406,8 +406,8 @@ impl Follower<'_> {
                 self.state.whole = true;
                 return Ok(());
             }
-            // The event that was too large is passed, or the server no longer has it. Or none was, and a connection that breaks again
-            // and again looked like it.
+            // The event that was too large is passed, or the server no longer has it. Or no event was too large: repeated connection
+            // failures only looked like it.
             let is_passed = (is_empty && !is_first) || self.state.singles >= BATCH as usize;
             if (way == Way::Unread && !is_empty) || (way == Way::Single && is_passed) {
                 self.state.way = Way::Batches;

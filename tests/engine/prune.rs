@@ -78,7 +78,7 @@ async fn values_that_the_rule_cannot_have_written_are_left_alone() {
     }
 }
 
-/// The application may change a value while the rule is `once`. Of the earlier definition, `prune` took it for the rule's.
+/// The application may change a value while the rule is `once`. Because of the earlier definition, `prune` took it for the rule's value.
 #[tokio::test]
 async fn values_of_a_rule_that_became_once_are_left_alone() {
     let test = denormd_fixture::database().await;
@@ -120,7 +120,7 @@ async fn a_document_that_cannot_be_changed_does_not_stop_the_others() {
     test.database().run_command(doc! {"collMod": "logs", "validator": validator}).await.unwrap();
     let program = Program::new(&config(&test, OTHER));
     let told = program.run(&["prune", "label"]).await.exits(4).err;
-    assert!(told.contains("1 document cannot be changed, all others are: "), "{told}");
+    assert!(told.contains("the server refused to change 1 document, the field is removed from all others: "), "{told}");
     assert_eq!(labels(&test).await, [None, Some("host".to_owned()), None]);
     test.database().run_command(doc! {"collMod": "logs", "validator": {}}).await.unwrap();
     program.run(&["prune", "--all"]).await.exits(0);

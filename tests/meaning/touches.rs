@@ -14,7 +14,7 @@ use denormd_rules::{
 use mongodb::Database;
 
 use crate::support::{
-    cases::{Case, TIME, delete, every_way, insert, now, oplog, replace, update},
+    cases::{Case, TIME, dead_letters, delete, every_way, insert, now, oplog, replace, update},
     daemon::{self, Daemon, all, load},
     process::Program,
 };
@@ -245,6 +245,34 @@ async fn a_value_is_written_while_the_references_are_unchanged() {
     let once = "copy: { source: s, target: t, match: { s: _id }, set: { name: $name }, once: true, touch: at }";
     let after = written_after(&db, once, &doc! {"_id": 1, "s": 1}, set(doc! {"name": "mine"})).await;
     assert_eq!(after, doc! {"_id": 1, "s": 1, "name": "mine"});
+}
+
+/// A query looks into arrays, so a `once` value seemed to be there where an element of an array on its way has one. With `touch`, the
+/// target was compared again and again for ever.
+#[tokio::test]
+async fn a_once_value_behind_an_array_is_a_dead_letter() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("s").insert_one(doc! {"_id": 1, "name": "a"}).await.unwrap();
+    let targets = [
+        doc! {"_id": 1, "s": 1, "in": [{"name": "x"}], "l": [{"s": 1, "in": [{"name": "x"}]}]},
+        doc! {"_id": 2, "s": 1, "l": [{"s": 1}]},
+    ];
+    db.collection("t").insert_many(targets).await.unwrap();
+    let rule = |name: &str, more: &str| {
+        format!("  - {{ name: {name}, allow_scan: true, copy: {{ source: s, target: t, once: true, {more} }} }}\n")
+    };
+    let rules = rule("plain", "match: { s: _id }, set: { in.name: $name }")
+        + &rule("element", "match: { 'l.$[].s': _id }, set: { 'l.$[].in.name': $name }, touch: at");
+    let daemon = Daemon::start(&test, &rules).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let found = dead_letters(&test).await;
+    let is_of = |one: &Document, rule: &str| one.get_document("_id").unwrap().get_str("rule").unwrap() == rule;
+    let of = |rule: &str| found.iter().filter(|one| is_of(one, rule)).count();
+    assert_eq!((of("plain"), of("element")), (1, 1), "{found:?}");
+    let right = db.collection::<Document>("t").find_one(doc! {"_id": 2}).await.unwrap().unwrap();
+    assert_eq!(right.get_document("in").unwrap(), &doc! {"name": "a"});
 }
 
 /// Two rules touch one target: the time that the first one sets must not keep the second one from its write.

@@ -228,6 +228,16 @@ fn paths_that_a_rule_leaves_have_a_fate() {
     let told = Files::rules(&format!("{RULE}\n{groups}"), RULE);
     let stay = serde_json::json!([{"collection": "shop.t", "path": "reactions", "values": "stay"}]);
     assert_eq!(told["rules"][0]["leaves"], stay, "{told:#}");
+    let once = RULE.replace("{ v: $v }", "{ v: $v }, once: true");
+    assert_eq!(fate(&once, &RULE.replace("{ v: $v }", "{ w: $v }"))["values"], "left_to_the_application");
+    // Another rule that writes the path in other documents takes nothing over.
+    let of = |name: &str| {
+        RULE.replace("name: r,", &format!("name: {name},"))
+            .replace("target: t", &format!("target: {{ collection: t, where: {{ kind: {name} }} }}"))
+    };
+    let told = Files::rules(&format!("{}\n{}", of("post"), of("page")), &of("page"));
+    let left = told["rules"].as_array().unwrap().iter().find(|rule| rule["rule"] == "post").unwrap();
+    assert_eq!(left["leaves"][0]["values"], "stay", "{told:#}");
     let shadow = RULE.replace("copy:", "shadow: true, copy:");
     let told = fate(&shadow, &RULE.replace("{ v: $v }", "{ w: $v }"));
     assert_eq!(told["values"], "not_written");

@@ -43,7 +43,7 @@ async fn a_bundle_has_nothing_from_documents_and_no_secret() {
         assert!(begun.elapsed() < crate::support::daemon::PATIENCE, "there is no dead letter");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
-    // The rules of another deployment in the same state database are nobody's to send.
+    // The bundle must not contain the rules of another deployment in the same state database.
     let rules = states.collection::<Document>("rules");
     let mut other = rules.find_one(doc! {}).await.unwrap().unwrap();
     other.insert("_id", doc! {"deployment": "other", "rule": format!("{SECRET}-rule")});

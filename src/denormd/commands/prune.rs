@@ -46,7 +46,7 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
             let gone = rule.into_iter().collect::<Vec<_>>();
             match leader::request(loaded, &context, &store, (name, RequestedWork::Prune(retired)), &gone).await {
                 Ok(()) => {}
-                // What is wrong with one rule's fields does not keep the others'.
+                // A refusal for one rule does not stop the others.
                 Err(Failure::Failed(error)) if rule.is_none() && error.kind == Kind::State => {
                     notice(&format!("{name}: {error}"));
                     failed.get_or_insert(error);

@@ -234,7 +234,7 @@ async fn collection(server: &Server, namespace: &Namespace) -> Json {
     out
 }
 
-/// The documents of a deployment. Others may have theirs in the same collection, and their rules are not ours to send.
+/// The documents of a deployment. The bundle must not contain the rules of others in the same state database.
 async fn documents(server: &Server, (database, collection): (&str, &str), deployment: &str) -> Result<Vec<Document>> {
     let mine = ["_id.deployment", "deployment", "_id"].map(|field| of_deployment(field, deployment));
     let mine = doc! {"$or": mine.to_vec()};

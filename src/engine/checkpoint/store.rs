@@ -610,7 +610,7 @@ impl Store {
         progress: (u64, Option<u64>),
     ) -> Result<bool> {
         let same = doc! {"generation": generation};
-        // Until its end, the targets that it has not reached hold what `denormd undo` has put back.
+        // Until the backfill ends, the targets that it has not reached hold the values that `denormd undo` put back.
         let ended = if *state == RuleState::Live {
             doc! {"$unset": {"degraded": ""}, "$pull": written_again(rule)}
         } else {

@@ -29,6 +29,8 @@ use denormd_rules::plan::{Plan, Rule, graph::exclude_each_other, is_once, owned_
 
 /// Documents in one page, and in one write.
 const PAGE: usize = 1000;
+/// Number of refused documents at which `prune` gives up: finding each of them takes several writes.
+const MOST_REFUSED: u64 = 100;
 
 /// The retired fields of a rule: paths that it once owned and no rule owns now. `active` means that the config still
 /// has a rule of that name.
@@ -47,7 +49,7 @@ pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
     found.sort_by(|one, other| (&one.collection, &one.path).cmp(&(&other.collection, &other.path)));
     // `undo` has put back the application's values, or the application has changed them while the rule was `once`.
     let once: Vec<(&str, FieldPath)> =
-        state.retired.iter().chain(current).filter(|one| is_once(one)).flat_map(owned).collect();
+        state.retired.iter().chain(current).filter(|one| is_once(one) && !is_shadow(one)).flat_map(owned).collect();
     let is_left = |retired: &Retired| {
         let undone = state.undone.iter().map(|undone| (undone.collection.as_str(), &undone.path));
         let mut left = undone.chain(once.iter().map(|(collection, path)| (*collection, path)));
@@ -64,11 +66,15 @@ fn owned(definition: &Document) -> Vec<(&str, FieldPath)> {
     owned_paths(definition).into_iter().map(|path| (collection, path)).collect()
 }
 
+fn is_shadow(definition: &Document) -> bool {
+    definition.get_bool("shadow").unwrap_or_default()
+}
+
 /// The fields that a rule with this definition leaves behind: no rule of the plan owns them.
 #[must_use]
 pub fn left_by(plan: &Plan, definition: &Document) -> Vec<Retired> {
     // A rule in shadow writes nothing: the values belong to the application.
-    if definition.get_bool("shadow").unwrap_or_default() {
+    if is_shadow(definition) {
         return Vec::new();
     }
     // A `once` rule leaves its values to the application: they cannot be distinguished from the application's own.
@@ -119,11 +125,10 @@ pub async fn owned_elsewhere(context: &Context, paths: &[Retired]) -> Result<Opt
 fn writes(record: &RuleRecord, retired: &Retired) -> bool {
     let definition = &record.definition;
     let is_blocked = matches!(record.state.block(), Some(BlockReason::Adoption(_)));
-    let in_shadow = definition.get_bool("shadow").unwrap_or_default();
     let overlaps = |(collection, path): &(&str, FieldPath)| {
         *collection == retired.collection && path.overlaps_loosely(&retired.path)
     };
-    !is_blocked && !in_shadow && owned(definition).iter().any(overlaps)
+    !is_blocked && !is_shadow(definition) && owned(definition).iter().any(overlaps)
 }
 
 /// Number of documents with the retired field.
@@ -160,29 +165,52 @@ pub async fn carry_out(
     if !store.is_last(&context.server, id).await? {
         return Ok(RequestOutcome::Stopped);
     }
-    let mut refused = Vec::new();
+    let mut refused = Refused::default();
     for retired in paths {
         if !take_away(context, (store, id), retired, stop, &mut refused).await? {
             return Ok(RequestOutcome::Stopped);
         }
     }
-    Ok(match refused.first() {
+    Ok(match refused.first {
         None => RequestOutcome::Done,
         Some(first) => {
-            let documents = counted(refused.len() as u64, "document");
-            RequestOutcome::Refused(format!("{documents} cannot be changed, all others are: {}", first.message))
+            let documents = counted(refused.documents, "document");
+            let why = first.message;
+            RequestOutcome::Refused(format!(
+                "the server refused to change {documents}, the field is removed from all others: {why}"
+            ))
         }
     })
 }
 
-/// Removes one retired field. A document that the server refuses to change stays as it is, with an error in `refused`. Returns false
-/// if it was stopped, or the command has ended.
+/// The documents that the server refused to change.
+#[derive(Default)]
+struct Refused {
+    documents: u64,
+    /// The reason for the first of them.
+    first: Option<Error>,
+}
+
+impl Refused {
+    /// Fails if there are so many that no document may be changed.
+    fn add(&mut self, error: Error) -> Result<()> {
+        self.documents += 1;
+        if self.documents >= MOST_REFUSED {
+            return Err(error);
+        }
+        self.first.get_or_insert(error);
+        Ok(())
+    }
+}
+
+/// Removes one retired field. Documents that the server refuses to change stay as they are, and are counted in `refused`. Returns
+/// false if it was stopped, or the command has ended.
 async fn take_away(
     context: &Context,
     (store, id): (&Store, ObjectId),
     retired: &Retired,
     stop: &CancellationToken,
-    refused: &mut Vec<Error>,
+    refused: &mut Refused,
 ) -> Result<bool> {
     let (database, collection) = retired.namespace();
     let mut pages = Holders::of(retired);
@@ -200,7 +228,7 @@ async fn take_away(
             match written.refused.into_iter().next() {
                 None => {}
                 Some((_, error)) if error.is_transient() => return Err(error),
-                Some((_, error)) if part.len() == 1 => refused.push(error),
+                Some((_, error)) if part.len() == 1 => refused.add(error)?,
                 Some(_) => {
                     let rest = part.split_off(part.len() / 2);
                     parts.extend([rest, part]);

@@ -33,12 +33,13 @@ pub(super) fn of(
     if !context.undo.enabled || rule.shadow || matches!(rule.values, Values::Set { once: true, .. }) {
         return None;
     }
-    let earlier = decision.and_then(|decision| decision.earlier.as_ref());
+    // Another partition may have decided before it knew that the rule was gone.
+    let returns = before.is_some_and(|record| record.state == RuleState::Removed);
+    let earlier = decision.and_then(|decision| decision.earlier.as_ref()).filter(|_| !returns);
     let own = EarlierWrites::of(rule, earlier).paths;
-    // Its first backfill may be unfinished. What that has passed says nothing of other targets.
+    // Its first backfill may be unfinished. Its progress does not apply to other targets.
     let same_targets = |record: &&RuleRecord| record.definition.get("target") == rule.definition.get("target");
-    let before = before.filter(|record| record.state != RuleState::Removed).filter(same_targets);
-    let open = before.and_then(|record| record.keeping.as_ref());
+    let open = before.filter(same_targets).and_then(|record| record.keeping.as_ref()).filter(|_| !returns);
     let is_open = |path: &String| open.is_some_and(|open| open.paths.contains(path));
     let owned = rule.owned().into_iter().map(ToString::to_string);
     let paths: Vec<String> = owned.filter(|path| !own.contains(path) || is_open(path)).collect();

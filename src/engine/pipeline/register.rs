@@ -165,11 +165,12 @@ async fn forget_work(context: &Context, rule: &Rule) -> Result<()> {
 async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<()> {
     for (name, record) in known.iter().filter(|(name, _)| context.plan.named(name).is_none()) {
         // A rule that is blocked before its first write has written nothing, and stays blocked when it returns.
-        // A pause ends with the rule.
+        // A pause ends with the rule. Values that the application writes while the rule is absent belong to the application, so an
+        // earlier decision does not count.
         if is_blocked(record) {
+            decisions_of(context).forget(name).await?;
             store.resume(&context.server, name).await?;
         } else if record.state != RuleState::Removed {
-            // Values that the application writes while the rule is absent belong to the application.
             decisions_of(context).forget(name).await?;
             store.remove(&context.server, name).await?;
         }

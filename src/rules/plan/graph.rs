@@ -176,7 +176,7 @@ fn exclusive_path(rules: &[Arc<Rule>], one: &Side, other: &Side) -> Option<Strin
     excluding.into_iter().find(|path| FieldPath::parse(path).is_ok_and(|path| !is_owned(&path)))
 }
 
-/// True if no document matches both filters.
+/// True if it is certain that no document matches both filters.
 #[must_use]
 pub fn exclude_each_other(one: Option<&Document>, other: Option<&Document>) -> bool {
     // An array could fulfil both.
