@@ -347,7 +347,8 @@ impl Server {
         reply
             .get_timestamp("operationTime")
             .map(ClusterTime::from)
-            .map_err(|_| Error::new(Kind::Topology, "the server reports no operation time"))
+            // Shortly after its start, a server with authentication lacks the keys to sign cluster times, and reports none.
+            .map_err(|_| Error::new(Kind::Unavailable, "the server reports no operation time yet"))
     }
 
     /// Runs a majority read on the primary to its end: an `aggregate` or `find` command without read concern and
