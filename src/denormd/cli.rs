@@ -265,8 +265,8 @@ Exit status: 0 compared, whatever differs, 1 failed, 2 usage, or an error in one
   denormd support-bundle --to bundle.json
   denormd support-bundle --to - | jq .daemon.status.summary
 
-In it: the settings in force (passwords and tokens hidden), the rules, what `plan` finds, what the running daemon says of itself, a week of
-the timeline, the state (keys and _ids hidden), dead letters counted by reason, the server's version, members and oplog,
+In it: the settings in force (passwords and tokens hidden), the rules, what `plan` finds, the running daemon's own status, a week of the
+timeline, the state (keys and _ids hidden), dead letters counted by reason, the server's version, members and oplog,
 and the indexes of the collections. It names hosts, databases, collections and fields; the rules are in it as they are in the config.")]
     SupportBundle {
         /// The output file, `-` for standard output.
@@ -304,7 +304,7 @@ Editors complete and check a YAML config that begins with this line:
     /// Writes the man pages.
     #[command(after_help = "Examples:
   denormd man | man -l -                                 this program's page
-  denormd man --out /usr/local/share/man/man1            one page a command")]
+  denormd man --out /usr/local/share/man/man1            one page per command")]
     Man {
         /// The folder to write them to. Without it, one page is printed.
         #[arg(long, value_name = "DIR")]
@@ -334,8 +334,8 @@ Each privilege is preceded by what it is for.")]
     #[command(after_help = "Examples:
   denormd advise --uri mongodb://localhost:27017/shop         no config file is needed
   denormd advise --config shop.yaml --observe 10m             while the application is busy
-  denormd advise --match products.parts.id=parts._id          a relationship that the field names do not show
-  denormd advise --output json | jq '.relationships[].advice[] | select(.kind == \"copy\")'
+  denormd advise --config shop.yaml --match products.parts.id=parts._id
+  denormd advise --config shop.yaml --output json | jq '.relationships[].advice[] | select(.kind == \"copy\")'
 
 It draws samples, counts along indexes, reads the names of changed fields from the oplog, and takes the members' counters
 twice. It never writes and never touches profiler settings. Figures that it may not read are shown as \"not known\". The

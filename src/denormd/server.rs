@@ -28,8 +28,6 @@ use denormd_mongo::error::{Error, Kind, Result};
 
 pub use guard::Guard;
 
-/// A stream without an answer for this time makes the process unready.
-const SILENCE: Duration = Duration::from_secs(15);
 /// Longest wait for the leader's current status; after it, the response has the leader's last known status.
 const HEAR: Duration = Duration::from_secs(1);
 /// The status page: one file without external resources.
@@ -95,10 +93,7 @@ async fn livez(State(board): State<Arc<Board>>) -> Response {
 async fn readyz(State(board): State<Arc<Board>>) -> Response {
     let status = board.status();
     let because = not_ready_because(&status);
-    let silent = status.leadership.leads()
-        && status.streams.iter().any(|stream| stream.age_seconds > SILENCE.as_secs_f64())
-        && status.queue_depth < status.queue_capacity;
-    let ready = because.is_empty() && !silent && board.is_live() && board.runs();
+    let ready = because.is_empty() && board.is_live() && board.runs();
     let named = |name: &str| {
         status.causes.iter().find(|cause| cause.cause == name).map_or_else(Vec::new, |cause| cause.rules.clone())
     };

@@ -68,8 +68,8 @@ impl ChangeEvent {
             "dropDatabase" => Change::DropDatabase,
             _ => Change::Other,
         };
-        let id = fields.key.and_then(|key| key.get("_id").ok().flatten());
-        let id = id.map_or(Ok(Bson::Null), Bson::try_from);
+        let id = fields.key.map_or(Ok(None), |key| key.get("_id"));
+        let id = id.and_then(|id| id.map_or(Ok(Bson::Null), Bson::try_from));
         Ok(Self {
             namespace: namespace(fields.namespace),
             change,

@@ -51,6 +51,8 @@ const UNFIT_WHOLE: Duration = Duration::from_secs(1);
 const SETTLED: Duration = Duration::from_secs(2);
 /// Time for which an instance that stops waits for the answer of a request for the lease.
 const LEAVING: Duration = Duration::from_secs(5);
+/// What an instance was doing when it could not take a free lease, in the recent errors.
+pub const TAKE_LEASE: &str = "take the lease";
 /// Time limit for the request that finds the primary.
 const ASKED: Duration = Duration::from_secs(5);
 
@@ -379,7 +381,10 @@ async fn take(
         Ok(Some(held)) => lead(held, partition, follows, orders).await.map(Some),
         Ok(None) => Ok(None),
         Err(error) => {
-            tracing::warn!(error = %error.message, "the lease cannot be read; trying again");
+            tracing::warn!(error = %error.message, "the lease cannot be taken; trying again");
+            if let Order::Follow(context) = &*orders.borrow() {
+                context.metrics.record_error(None, TAKE_LEASE, &error);
+            }
             Ok(None)
         }
     }

@@ -303,7 +303,8 @@ pub fn enable_pre_images(namespace: &Namespace, exists: bool) -> Fix {
 }
 
 fn pre_images(rule: &Rule, namespace: &Namespace, exists: bool) -> Finding {
-    let why = "a change of its key, or a delete, would not say which targets it leaves";
+    let why =
+        "without them, the event of a key change or a delete does not show which targets referred to the document";
     Finding {
         fix: Some(enable_pre_images(namespace, exists)),
         ..Finding::new(rule, format!("`{namespace}` keeps no pre-images: {why}"))

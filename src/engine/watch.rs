@@ -268,9 +268,7 @@ pub async fn follow(
     out: mpsc::Sender<Delivery>,
     stop: CancellationToken,
 ) {
-    let way = Way::Batches;
-    let state = State { position: start, by_time: None, failures: 0, hang_ups: 0, way, singles: 0, whole: false };
-    let mut follower = Follower { server, spec, waiting, out, state };
+    let mut follower = Follower { server, spec, waiting, out, state: State::at(start) };
     while !stop.is_cancelled() {
         let Some(failed) = stop.run_until_cancelled(follower.go_on()).await else { return };
         let Some(error) = failed else { continue };
@@ -304,6 +302,14 @@ struct State {
     singles: usize,
     /// No update is filtered out.
     whole: bool,
+}
+
+impl State {
+    /// A stream that is read in batches, of which nothing has failed yet.
+    fn at(position: Position) -> Self {
+        let way = Way::Batches;
+        Self { position, by_time: None, failures: 0, hang_ups: 0, way, singles: 0, whole: false }
+    }
 }
 
 impl Follower<'_> {
@@ -374,7 +380,7 @@ impl Follower<'_> {
             lost: true,
         };
         let State { by_time, failures, .. } = self.state;
-        self.state = State { position, by_time, failures, hang_ups: 0, way: Way::Batches, singles: 0, whole: true };
+        self.state = State { by_time, failures, whole: true, ..State::at(position) };
         self.out.send(delivery).await.is_ok()
     }
 

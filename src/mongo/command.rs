@@ -17,7 +17,7 @@ use tokio::{
 };
 
 use crate::{
-    classify::kind_of_code,
+    classify::{is_unreadable_reply, kind_of_code},
     code::{self, named},
     error::{Error, Kind, Result},
     fence::{Fence, Window},
@@ -440,17 +440,28 @@ impl Server {
     ) -> Result<Written> {
         let mut written = Written::default();
         let known = self.checked(database, verb, collection, timeout).await?;
-        let (mut checked, mut start) = (known, 0);
+        let (mut checked, mut start, mut most) = (known, 0, usize::MAX);
         while start < statements.len() {
             let mut bytes = 0;
             let fits = |statement: &&RawDocumentBuf| {
                 bytes += statement.as_bytes().len() + 16;
                 bytes <= COMMAND_BYTES
             };
-            let count = statements[start..].iter().take_while(fits).count().max(1);
+            let count = statements[start..].iter().take(most).take_while(fits).count().max(1);
             let chunk = &statements[start..start + count];
             let window = self.window(timeout).await?;
-            let reply = self.fenced(database, verb.command(collection, chunk, window, checked)?, window).await?;
+            let reply = match self.fenced(database, verb.command(collection, chunk, window, checked)?, window).await {
+                // A statement was refused. Sent one by one, they show which.
+                Err(error) if is_unreadable_reply(&error) => {
+                    if count == 1 {
+                        written.refused.push((start, error));
+                        start += 1;
+                    }
+                    most = 1;
+                    continue;
+                }
+                reply => reply?,
+            };
             let refused = written.refused.len();
             let mut taken = Written::default();
             match take_reply(reply, start, usize::from(checked == Checked::First), &mut taken) {

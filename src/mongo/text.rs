@@ -10,6 +10,9 @@
 //! The state database contains strings as they are inside the daemon, because the driver writes and reads it without a
 //! conversion. Where one of our own commands concerns such documents, the command is escaped beforehand and its rows are
 //! unescaped.
+//!
+//! A binary value of the old subtype contains its length twice, and the server does not check the second one. The driver
+//! refuses such a value if that length is wrong. Inside the daemon, a value of the subtype [`RAW_BINARY`] represents it.
 
 use std::borrow::Cow;
 
@@ -19,6 +22,11 @@ use bson::{RawDocument, RawDocumentBuf};
 const BASE: u32 = 0x0010_FF00;
 /// The first byte of these characters in UTF-8. A document without this byte has nothing to convert back.
 const FIRST_BYTE: u8 = 0xF4;
+/// The subtype of binary values that represent others: their first byte is the original subtype, and the rest is the
+/// original value. It equals [`FIRST_BYTE`], so that one search finds both.
+const RAW_BINARY: u8 = FIRST_BYTE;
+/// The old subtype (<https://bsonspec.org/spec.html>).
+const OLD_BINARY: u8 = 0x02;
 
 /// Converts a document for use inside the daemon: every string becomes valid UTF-8.
 #[must_use]
@@ -49,11 +57,13 @@ fn converted<'a>(document: &'a RawDocument, way: &impl Convert) -> Cow<'a, RawDo
     converted.map_or(Cow::Borrowed(document), Cow::Owned)
 }
 
-/// Conversion of the text of strings and field names.
+/// Conversion of the text of strings and field names, and of binary values.
 trait Convert {
     /// True if the conversion changes this text.
     fn concerns(&self, text: &[u8]) -> bool;
     fn convert(&self, text: &[u8], out: &mut Vec<u8>);
+    /// The subtype and the bytes that replace those of a binary value, if the conversion changes it.
+    fn binary(&self, subtype: u8, bytes: &[u8]) -> Option<(u8, Vec<u8>)>;
 }
 
 struct Escape;
@@ -80,6 +90,15 @@ impl Convert for Escape {
             escape(chunk.invalid(), out);
         }
     }
+
+    fn binary(&self, subtype: u8, bytes: &[u8]) -> Option<(u8, Vec<u8>)> {
+        let inner = || Some(i32::from_le_bytes(*bytes.first_chunk()?)).and_then(|size| usize::try_from(size).ok());
+        let is_readable = match subtype {
+            OLD_BINARY => inner().and_then(|size| size.checked_add(4)) == Some(bytes.len()),
+            subtype => subtype != RAW_BINARY,
+        };
+        (!is_readable).then(|| (RAW_BINARY, [&[subtype], bytes].concat()))
+    }
 }
 
 struct Unescape;
@@ -99,6 +118,11 @@ impl Convert for Unescape {
             }
             out.extend_from_slice(chunk.invalid());
         }
+    }
+
+    fn binary(&self, subtype: u8, bytes: &[u8]) -> Option<(u8, Vec<u8>)> {
+        let (original, bytes) = bytes.split_first().filter(|_| subtype == RAW_BINARY)?;
+        Some((*original, bytes.to_vec()))
     }
 }
 
@@ -152,7 +176,13 @@ fn string(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     Some((text.split_last()?.1, rest))
 }
 
-/// True if a document has text that needs conversion.
+/// Splits a binary value into its subtype and its bytes.
+fn binary(value: &[u8]) -> Option<(u8, &[u8])> {
+    let (subtype, bytes) = value.get(4..)?.split_first()?;
+    Some((*subtype, bytes))
+}
+
+/// True if a document has text or a binary value that needs conversion.
 fn has_text(document: &[u8], way: &impl Convert) -> Option<bool> {
     let mut rest = elements(document)?;
     while !rest.is_empty() {
@@ -161,6 +191,7 @@ fn has_text(document: &[u8], way: &impl Convert) -> Option<bool> {
         let inside = match kind {
             0x02 | 0x0C | 0x0D | 0x0E => way.concerns(string(value)?.0),
             0x03 | 0x04 => has_text(value, way)?,
+            0x05 => binary(value).is_some_and(|(subtype, bytes)| way.binary(subtype, bytes).is_some()),
             0x0B => way.concerns(value),
             0x0F => {
                 let (code, scope) = string(value.get(4..)?)?;
@@ -199,6 +230,17 @@ fn rewrite_value(kind: u8, value: &[u8], way: &impl Convert, out: &mut Vec<u8>) 
             out.extend_from_slice(rest);
         }
         0x03 | 0x04 => rewrite(value, way, out)?,
+        0x05 => {
+            let (subtype, bytes) = binary(value)?;
+            match way.binary(subtype, bytes) {
+                Some((subtype, bytes)) => {
+                    out.extend_from_slice(&i32::try_from(bytes.len()).ok()?.to_le_bytes());
+                    out.push(subtype);
+                    out.extend(bytes);
+                }
+                None => out.extend_from_slice(value),
+            }
+        }
         // Two texts, each with its trailing zero.
         0x0B => way.convert(value, out),
         0x0F => sized(out, |out| {
@@ -298,6 +340,33 @@ mod tests {
         let inside = escaped(&raw).into_owned();
         assert_ne!(inside, raw);
         assert_eq!(unescaped(inside), raw);
+    }
+
+    #[test]
+    fn binary_values_that_cannot_be_read_are_represented_by_others() {
+        let document = |subtype: u8, bytes: &[u8]| {
+            let mut raw = vec![0x05, b'b', 0];
+            raw.extend(i32::try_from(bytes.len()).unwrap().to_le_bytes());
+            raw.push(subtype);
+            raw.extend(bytes);
+            RawDocumentBuf::from_bytes(
+                [&(i32::try_from(raw.len()).unwrap() + 5).to_le_bytes()[..], &raw, &[0]].concat(),
+            )
+        };
+        let inside = |raw: &RawDocumentBuf| Document::try_from(escaped(raw).as_ref()).unwrap();
+        for (subtype, bytes) in
+            [(2, &b"abc"[..]), (2, b""), (2, b"\x09\0\0\0abc"), (2, b"\xFF\xFF\xFF\xFFabc"), (0xF4, b"abc")]
+        {
+            let raw = document(subtype, bytes).unwrap();
+            let stands_for_it = Binary { subtype: 0xF4.into(), bytes: [&[subtype], bytes].concat() };
+            assert_eq!(inside(&raw), doc! {"b": stands_for_it});
+            assert_eq!(unescaped(escaped(&raw).into_owned()), raw);
+        }
+        for (subtype, bytes) in [(2, &b"\x03\0\0\0abc"[..]), (2, b"\0\0\0\0"), (0, b"abc"), (4, b"abc")] {
+            let raw = document(subtype, bytes).unwrap();
+            assert!(matches!(escaped(&raw), Cow::Borrowed(_)));
+            assert_eq!(unescaped(RawDocumentBuf::try_from(&inside(&raw)).unwrap()), raw);
+        }
     }
 
     proptest! {

@@ -400,7 +400,7 @@ async fn finds_it_paused(has_left: bool) {
     let rules = world.test.beside("state").collection::<Document>("rules");
     let one = doc! {"_id.rule": "address", "_id.deployment": {"$regex": "#1/2$"}};
     if has_left {
-        // A rule that has left the config and returns is registered anew, like one without a record.
+        // A rule that returns to the config is registered again, as if it had no record.
         let update = doc! {"$set": {"backfill": "absent", "paused": false}, "$unset": {"until": ""}};
         assert_eq!(rules.update_one(one, update).await.unwrap().modified_count, 1);
     } else {

@@ -3,11 +3,17 @@
 use std::time::{Duration, Instant};
 
 use bson::{DateTime, Document, doc};
-use denormd::server::client;
-use denormd_fixture::TestDb;
+use denormd::{server::client, status::Leadership};
+use denormd_fixture::{ReplicaSet, TestDb};
 use serde_json::Value;
 
-use crate::support::{daemon, running::Running};
+use crate::{
+    engine::fan_outs::fail,
+    support::{
+        daemon,
+        running::{Running, causes},
+    },
+};
 
 /// The second rule copies a field that the first one writes.
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
@@ -57,6 +63,29 @@ async fn waited(running: &Running, (seconds, increment): (u32, u32)) -> Value {
 fn name_of(status: &Value) -> String {
     let this = status["instances"].as_array().unwrap().iter().find(|instance| instance["this"] == true);
     this.unwrap_or_else(|| panic!("{status:#}"))["name"].as_str().unwrap().to_owned()
+}
+
+/// The lease can be read and not written. Nobody leads, and the instance said that it was ready, without a cause.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_instance_that_cannot_take_the_lease_says_so() {
+    const USER_WRITES_BLOCKED: i32 = 371;
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    hosts_and_log(&test).await;
+    let mut running = Running::prepare(&test, RULES, LEASE);
+    let leases = format!("{}_state.leases", test.name);
+    let refused = doc! {"failCommands": ["findAndModify"], "namespace": leases, "errorCode": USER_WRITES_BLOCKED};
+    fail(&test, "alwaysOn", refused).await;
+    running.spawn();
+    let answers = async || client::get(running.address, "/livez", Duration::from_secs(10)).await.ok();
+    daemon::until("it answers", answers).await;
+    let status = running.until("the cause", |status| causes(status) == ["lease_unreadable"]).await;
+    assert_eq!(status.leadership, Leadership::Standby { leaders: Vec::new() });
+    assert!(status.errors.iter().any(|error| error.doing == "take the lease"), "{:?}", status.errors);
+    let ready = client::get(running.address, "/readyz", Duration::from_secs(10)).await.unwrap();
+    assert_eq!(ready.code, 503);
+    fail(&test, "off", doc! {}).await;
+    running.until("it leads", |status| status.leadership.leads() && causes(status).is_empty()).await;
 }
 
 /// `wait` on a standby was once refused ("this process does not lead: ask the one that does"), and its status was

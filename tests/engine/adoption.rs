@@ -3,12 +3,17 @@
 mod table;
 
 use bson::{Bson, Document, doc};
-use denormd_engine::{checkpoint::store::Store, inspection::suspicion::suspicions, pipeline};
+use denormd_engine::{
+    checkpoint::store::Store,
+    inspection::suspicion::suspicions,
+    jobs::check::{Check, Scope},
+    pipeline,
+};
 use denormd_model::rule_state::{BlockReason, RuleState};
 use serde_json::json;
 
 use crate::support::{
-    daemon::{Daemon, all, config, context, load},
+    daemon::{Daemon, all, config, context, load, until},
     process::Program,
 };
 use table::{AGGREGATE, AGGREGATES, COLLECT, COLLECTS, COPIES, COPY, Mistake};
@@ -342,11 +347,14 @@ async fn a_right_rule_is_neither_blocked_nor_suspected() {
 }
 
 async fn standing(test: &denormd_fixture::TestDb, daemon: &Daemon) -> RuleState {
+    let known = store_of(daemon).await.rules(&daemon.context().server).await.unwrap();
+    known.into_iter().find(|(name, _)| name == "customer").unwrap_or_else(|| panic!("{}", test.name)).1.state
+}
+
+async fn store_of(daemon: &Daemon) -> Store {
     let context = daemon.context();
     let dead_letters = &context.dead_letters;
-    let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
-    let known = store.rules(&context.server).await.unwrap();
-    known.into_iter().find(|(name, _)| name == "customer").unwrap_or_else(|| panic!("{}", test.name)).1.state
+    Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap()
 }
 
 /// The state of the rule once a daemon has run with it.
@@ -380,7 +388,7 @@ async fn a_changed_rule_deletes_no_document_unasked() {
     assert_eq!(state, RuleState::Live);
 }
 
-/// The values of a `once` rule counted as its own: without `once`, the rule overwrote a year of history unasked.
+/// denormd took the values of a `once` rule for its own. When `once` was removed, the rule overwrote a year of history unasked.
 #[tokio::test]
 async fn a_rule_that_is_no_longer_once_needs_agreement() {
     let test = denormd_fixture::database().await;
@@ -405,7 +413,7 @@ async fn a_rule_that_is_no_longer_once_needs_agreement() {
     assert_eq!(orders.count_documents(doc! {"customerName": "Ada 1"}).await.unwrap(), 3);
 }
 
-/// What the application writes while a rule is not in the config is the application's. The rule overwrote it when it returned.
+/// Values that the application writes while a rule is not in the config belong to the application. A rule that returned overwrote them.
 #[tokio::test]
 async fn a_rule_that_returns_to_the_config_needs_agreement_like_a_new_one() {
     let test = denormd_fixture::database().await;
@@ -427,19 +435,140 @@ async fn a_rule_that_returns_to_the_config_needs_agreement_like_a_new_one() {
     assert_eq!(orders.count_documents(doc! {"customerName": "the application's"}).await.unwrap(), 30);
 }
 
-/// `on_empty: keep` promises that documents stay. The rule counted them as its own to delete when `keep` was taken away.
+/// A changed definition was blocked, left the config and returned with its old figures. Agreed to, it overwrote what the application
+/// had written meanwhile, and kept none of it.
+#[tokio::test]
+async fn a_blocked_definition_that_returns_to_the_config_is_counted_again() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let run = async |rule: &str| state_after_a_run(&test, rule).await;
+    assert_eq!(run(RIGHT).await, RuleState::Live);
+    let mistaken = RIGHT.replace("$firstName", "$lastName");
+    let causes = async |state: RuleState| match state.block() {
+        Some(BlockReason::Adoption(adoption)) => adoption.causes.join("; "),
+        _ => panic!("{state:?}"),
+    };
+    assert_eq!(causes(run(&mistaken).await).await, "30 of 30 targets would lose their value");
+    let mails = RIGHT.replace("name: customer", "name: mails").replace("customerName: $firstName", "mail: $email");
+    let daemon = Daemon::start_unadopted(&config(&test, &mails)).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let orders = db.collection::<Document>("orders");
+    orders.update_many(doc! {}, doc! {"$set": {"customerName": "the application's"}}).await.unwrap();
+    assert_eq!(causes(run(&mistaken).await).await, "it would remove 30 of 30 existing values");
+    assert_eq!(run(&mistaken.replace("copy:", "adopt: true, copy:")).await, RuleState::Live);
+    assert_eq!(orders.count_documents(doc! {"customerName": {"$exists": true}}).await.unwrap(), 0);
+    let told = Program::new(&config(&test, "[]")).run(&["undo", "customer"]).await.exits(0).out;
+    assert!(told.starts_with("customer: 30 values put back\n"), "{told}");
+    assert_eq!(orders.count_documents(doc! {"customerName": "the application's"}).await.unwrap(), 30);
+}
+
+const DAYS: &str = "  - { name: customer, allow_scan: true, aggregate: { source: sales, target: { collection: days, create: true }, match: { _id: day }, set: { n: { $sum: 1 } } } }";
+
+/// Inserts a sale on each of so many days.
+async fn sales(db: &mongodb::Database, days: i32) -> mongodb::Collection<Document> {
+    let sales = db.collection::<Document>("sales");
+    sales.insert_many((0..days).map(|n| doc! {"_id": n, "day": n})).await.unwrap();
+    sales
+}
+
+/// Documents stay without a sale because of the application's note. A rule that became the owner of the note deleted them unasked.
+#[tokio::test]
+async fn a_rule_that_becomes_the_owner_of_a_field_deletes_no_document_unasked() {
+    // Of more than 10,000 documents, a sample is compared.
+    for days in [1000, 10_001] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        let sales = sales(&db, days).await;
+        let run = async |rule: &str| state_after_a_run(&test, rule).await;
+        assert_eq!(run(DAYS).await, RuleState::Live);
+        let targets = db.collection::<Document>("days");
+        // A field that no document has changes nothing.
+        let days_and_last = DAYS.replace("$sum: 1 }", "$sum: 1 }, last: { $max: $_id }");
+        assert_eq!(run(&days_and_last).await, RuleState::Live);
+        let few = doc! {"_id": {"$lt": 5}};
+        targets.update_many(few.clone(), doc! {"$set": {"note": "the application's"}}).await.unwrap();
+        sales.delete_many(few.clone()).await.unwrap();
+        assert_eq!(run(&days_and_last).await, RuleState::Live);
+        let owns = days_and_last.replace("$sum: 1 }", "$sum: 1 }, note: { $first: $text }");
+        let state = run(&owns).await;
+        let Some(BlockReason::Adoption(adoption)) = state.block() else { panic!("{state:?}") };
+        let causes = adoption.causes.join("; ");
+        let expected =
+            if days == 1000 { "it would delete 5 documents or elements" } else { "it may delete targets or elements" };
+        assert!(causes.contains(expected), "{causes}");
+        assert_eq!(targets.count_documents(few).await.unwrap(), 5);
+    }
+}
+
+/// The field of a blocked rule counted as the rules' own, so that documents with nothing but this field of the application were
+/// deleted.
+#[tokio::test]
+async fn a_field_of_a_rule_that_is_blocked_keeps_its_document() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let sales = sales(&db, 20).await;
+    assert_eq!(state_after_a_run(&test, DAYS).await, RuleState::Live);
+    let targets = db.collection::<Document>("days");
+    targets.update_many(doc! {}, doc! {"$set": {"note": "the application's"}}).await.unwrap();
+    let notes = "  - { name: notes, copy: { source: notes, target: days, match: { _id: _id }, set: { note: $text } } }";
+    let daemon = Daemon::start_unadopted(&config(&test, &format!("{DAYS}\n{notes}"))).await;
+    daemon.settled().await;
+    assert!(daemon.progress().borrow().states[1].is_blocked());
+    sales.delete_many(doc! {"_id": {"$lt": 5}}).await.unwrap();
+    daemon.settled().await;
+    let few = doc! {"_id": {"$lt": 5}, "note": "the application's", "n": 0};
+    assert_eq!(targets.count_documents(few).await.unwrap(), 5);
+    let context = daemon.context();
+    let store = store_of(&daemon).await;
+    let mut check = Check::new(context, &store, &context.plan.rules[0], Scope::default()).await.unwrap();
+    while check.next().await.unwrap().is_some() {}
+    assert_eq!((check.tally.compared, check.tally.differing), (20, 0));
+    Program::new(&config(&test, &format!("{DAYS}\n{notes}"))).run(&["unblock", "notes"]).await.exits(0);
+    until("the documents are gone", async || (targets.count_documents(doc! {}).await.unwrap() == 15).then_some(()))
+        .await;
+    daemon.stop().await;
+}
+
+/// Two deployments with a rule for one field overwrote each other's values for ever.
+#[tokio::test]
+async fn a_field_of_another_deployment_needs_agreement() {
+    let test = denormd_fixture::database().await;
+    orders(&test.database(), 30).await;
+    let program = Program::new(&config(&test, RIGHT));
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    for rule in [RIGHT.to_owned(), RIGHT.replace("copy:", "adopt: true, copy:")] {
+        let other = format!("name: other\n{}", config(&test, &rule));
+        let told = Program::new(&other).run(&["plan"]).await.exits(4);
+        let owner = "rule `customer` of the deployment `default` owns `customerName` of ";
+        assert!(told.out.contains(owner), "{}\n{}", told.out, told.err);
+        let second = Daemon::start_unadopted(&other).await;
+        second.settled().await;
+        let state = second.progress().borrow().states[0].clone();
+        let Some(BlockReason::Adoption(adoption)) = state.block() else { panic!("{state:?}") };
+        assert!(adoption.causes[0].starts_with(owner), "{adoption:?}");
+        second.stop().await;
+    }
+    daemon.stop().await;
+    // Without a leader, it is the rule of a deployment that was removed.
+    let other = format!("name: third\n{}", config(&test, RIGHT));
+    Program::new(&other).run(&["plan"]).await.exits(0);
+}
+
+/// `on_empty: keep` promises that documents stay. When it was removed, the rule deleted them unasked.
 #[tokio::test]
 async fn a_rule_that_no_longer_keeps_empty_documents_deletes_none_unasked() {
     let test = denormd_fixture::database().await;
     let db = test.database();
-    let sales = db.collection::<Document>("sales");
-    sales.insert_many((0..1000).map(|n| doc! {"_id": n, "day": n})).await.unwrap();
+    let sales = sales(&db, 1000).await;
     let run = async |rule: &str| state_after_a_run(&test, rule).await;
-    let keeps = "  - { name: customer, allow_scan: true, aggregate: { source: sales, target: { collection: days, create: true }, match: { _id: day }, set: { n: { $sum: 1 } }, on_empty: keep } }";
+    let keeps = &DAYS.replace("$sum: 1 } }", "$sum: 1 } }, on_empty: keep");
     assert_eq!(run(keeps).await, RuleState::Live);
     sales.delete_many(doc! {"_id": {"$lt": 9}}).await.unwrap();
     assert_eq!(run(keeps).await, RuleState::Live);
-    let state = run(&keeps.replace(", on_empty: keep", "")).await;
+    let state = run(DAYS).await;
     let Some(BlockReason::Adoption(adoption)) = state.block() else { panic!("{state:?}") };
     assert_eq!(adoption.causes, ["it would delete 9 documents or elements"]);
     assert_eq!(db.collection::<Document>("days").count_documents(doc! {}).await.unwrap(), 1000);

@@ -92,6 +92,24 @@ async fn values_of_a_rule_that_became_once_are_left_alone() {
     assert_eq!(labels(&test).await, ["mine"; 3].map(|label| Some(label.to_owned())));
 }
 
+/// The same after the field has passed from one rule to another: `prune` looked only at the definitions of the rule that it was asked
+/// about.
+#[tokio::test]
+async fn values_that_another_rule_left_to_the_application_are_left_alone() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, LABEL).await;
+    have_run(&test, &LABEL.replace("name: label,", "name: once,").replace("$name } }", "$name }, once: true }")).await;
+    let logs = test.database().collection::<Document>("logs");
+    logs.update_many(doc! {}, doc! {"$set": {"label": "mine"}}).await.unwrap();
+    have_run(&test, OTHER).await;
+    let program = Program::new(&config(&test, OTHER));
+    let out = program.run(&["prune", "label"]).await.exits(0).out;
+    assert!(out.contains("nothing to prune"), "{out}");
+    program.run(&["prune", "--all"]).await.exits(0);
+    assert_eq!(labels(&test).await, ["mine"; 3].map(|label| Some(label.to_owned())));
+}
+
 /// Two rules share a field in different documents. Once one of them was gone, its values stayed for ever: the other rule owned the
 /// field.
 #[tokio::test]

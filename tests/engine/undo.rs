@@ -496,8 +496,8 @@ async fn values_that_were_put_back_outlast_a_part_of_a_backfill() {
     assert!(one(&logs, 299).await.contains_key("label"));
 }
 
-/// The target of a rule is corrected during its first backfill. What that had passed counted as passed in the new collection, too,
-/// where values were overwritten that nobody kept.
+/// Somebody corrects the target of a rule during its first backfill. The progress in the former collection counted in the new one, too,
+/// so the values up to there were overwritten and not kept.
 #[tokio::test(flavor = "multi_thread")]
 async fn another_target_is_kept_from_its_beginning() {
     let test = denormd_fixture::database().await;

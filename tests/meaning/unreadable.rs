@@ -1,7 +1,9 @@
 //! Documents that do not fit into Rust's strings, or into one reply of the server: they are copied like any other and
 //! stop nothing.
 
-use bson::{Document, RawDocumentBuf, doc};
+use std::collections::BTreeSet;
+
+use bson::{Binary, Bson, Document, RawDocumentBuf, doc, spec::BinarySubtype};
 use denormd_engine::checkpoint::store::Store;
 use denormd_engine::jobs::check::{Check, Scope};
 use denormd_fixture::TestDb;
@@ -11,15 +13,23 @@ use crate::support::{
     process::Program,
 };
 
-/// The command with each `¿` replaced by two bytes that are not UTF-8.
+/// The command with each `¿` replaced by two bytes that are not UTF-8, and with a wrong length in each [`old_binary`].
 fn raw(command: &Document) -> RawDocumentBuf {
     let mut bytes = RawDocumentBuf::try_from(command).unwrap().into_bytes();
     for at in 1..bytes.len() {
         if bytes[at - 1..=at] == *"¿".as_bytes() {
             bytes[at - 1..=at].copy_from_slice(&[0xFF, 0xC3]);
         }
+        if bytes[at..].starts_with(b"\x03\0\0\0odd") {
+            bytes[at] = 9;
+        }
     }
     RawDocumentBuf::from_bytes(bytes).unwrap()
+}
+
+/// A value that contains its length twice.
+fn old_binary() -> Binary {
+    Binary { subtype: BinarySubtype::BinaryOld, bytes: b"odd".to_vec() }
 }
 
 async fn run(test: &TestDb, command: Document) -> Document {
@@ -138,6 +148,60 @@ async fn strings_that_are_not_utf8_are_copied_byte_for_byte_and_stop_nothing() {
     bare.extend(doc! {"tags": [], "tag_names": []});
     expect_fields(&daemon, &test, "products", bare).await;
     assert_eq!((dead_letters(&test).await, differing(&daemon).await), (0, 0));
+    daemon.stop().await;
+}
+
+/// The driver refuses a binary value of the old subtype whose second length is wrong, which the server stores. The page of a
+/// backfill that contained one was read again and again, and a change of a document with such an `_id` was lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn binary_values_with_a_wrong_length_are_copied_byte_for_byte_and_stop_nothing() {
+    let test = denormd_fixture::database().await;
+    let odd = old_binary;
+    insert(&test, "parts", doc! {"_id": odd(), "name": "n", "info": [odd()]}).await;
+    insert(&test, "products", doc! {"_id": odd(), "part": odd()}).await;
+    insert(&test, "orders", doc! {"_id": 1, "lines": [{"part": odd()}, {"part": 7, "note": odd()}]}).await;
+    let daemon = Daemon::start(&test, RULES).await;
+    let copied = |id: Bson, name: &str| {
+        doc! {"_id": id, "part": odd(), "name": name, "info": [odd()], "reviews": 0, "latest": []}
+    };
+    expect_fields(&daemon, &test, "products", copied(odd().into(), "n")).await;
+    insert(&test, "products", doc! {"_id": "live", "part": odd()}).await;
+    let renamed = doc! {"q": {"_id": odd()}, "u": {"$set": {"name": "m"}}};
+    assert_eq!(run(&test, doc! {"update": "parts", "updates": [renamed]}).await.get_i32("n").unwrap(), 1);
+    expect_fields(&daemon, &test, "products", copied(odd().into(), "m")).await;
+    expect_fields(&daemon, &test, "products", copied("live".into(), "m")).await;
+    let lines = vec![doc! {"part": odd(), "name": "m"}, doc! {"part": 7, "note": odd()}];
+    expect(&daemon, &test, "orders", doc! {"_id": 1, "lines": lines}).await;
+    assert_eq!((dead_letters(&test).await, differing(&daemon).await), (0, 0));
+    daemon.stop().await;
+}
+
+/// The server's text about a refused statement ends in the middle of a character, and the driver refuses to read the reply: none of
+/// the key's other documents was written.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_whose_text_is_cut_within_a_character_stops_nothing_else() {
+    let test = denormd_fixture::database().await;
+    insert(&test, "parts", doc! {"_id": 1, "name": "n"}).await;
+    for id in 0..20 {
+        insert(&test, "products", doc! {"_id": format!("p{id:02}"), "part": 1}).await;
+    }
+    let rule = "  - { name: names, copy: { source: parts, target: products, match: { part: _id }, set: { copy.name: $name } } }";
+    let daemon = Daemon::start(&test, rule).await;
+    daemon.settled().await;
+    // In one of them, the 70th byte is the first half of a character.
+    let long = "ä".repeat(200);
+    for (id, text) in [("p05", long.clone()), ("p15", format!("a{long}"))] {
+        update(&test, "products", id, doc! {"$set": {"copy": text}}).await;
+    }
+    daemon.settled().await;
+    let renamed = doc! {"q": {"_id": 1}, "u": {"$set": {"name": "m"}}};
+    run(&test, doc! {"update": "parts", "updates": [renamed]}).await;
+    daemon.settled().await;
+    let renamed = doc! {"count": "products", "query": {"copy.name": "m"}};
+    assert_eq!(run(&test, renamed).await.get_i32("n").unwrap(), 18);
+    let letters = all(&test.beside("state"), "dead_letters").await;
+    let reasons: BTreeSet<&str> = letters.iter().map(|letter| letter.get_str("reason").unwrap()).collect();
+    assert!(letters.len() == 2 && reasons.contains("the server's reply cannot be read"), "{letters:?}");
     daemon.stop().await;
 }
 

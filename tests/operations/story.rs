@@ -221,7 +221,7 @@ async fn page_metrics_status_and_alerts_tell_the_same_story() {
     let short = until("nearly overrun", &running, &prometheus, |told| {
         told.says("oplog_short", "DenormdOplogHeadroomCritical")
             && told.alerts.contains("DenormdLossNear")
-            && [&told.status.risk, &told.output].into_iter().all(|text| text.contains("changes are lost in"))
+            && [&told.status.risk, &told.output].into_iter().all(|text| text.contains("the oplog position expires in"))
     })
     .await;
     assert_eq!(short.status.level, Level::Critical);

@@ -69,7 +69,7 @@ fn behind() -> Status {
     let fed = json!({"backfill": {"state": "running", "scanned": 121_000, "total": 336_776, "per_second": 2394.2, "eta_seconds": 90.0, "held_back": "majority_behind"}, "state": "backfilling"});
     let more = json!({
         "level": "critical", "summary": "Behind by 32 s on rule airline, for 32 s.", "lag_seconds": 32.0, "behind_since": NOW - 32_000,
-        "risk": "Falling behind: changes are lost in 41 min 35 s, at 21:12 UTC.", "queue_depth": 982,
+        "risk": "Falling behind: the oplog position expires in 41 min 35 s, at 21:12 UTC.", "queue_depth": 982,
         "oplog": {"readable": true, "headroom_seconds": 2527.0, "lost_in_seconds": 2495.0},
         "causes": [
             {"cause": "oplog_short", "since": NOW - 27_000, "rules": [], "meaning": "the checkpoint will soon fall off the oplog",

@@ -6,13 +6,13 @@ use tokio::time::Instant;
 
 use crate::commands::{Failure, notice, plan::refusal};
 use denormd_engine::{
-    checkpoint::{format, requests::RequestedWork, rule_record::RuleRecord, store::Store},
+    checkpoint::{format, requests::RequestedWork, store::Store},
     deployment::{identity::Identity, lease},
     leadership::{Deployment, Ended, Event, Share},
     preflight,
     reconcile::Context,
 };
-use denormd_model::rule_state::{BlockReason, RuleState};
+use denormd_model::rule_state::RuleState;
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
@@ -50,8 +50,8 @@ pub async fn ready(loaded: &Loaded, context: &Arc<Context>, gone: &[&str]) -> Re
     let is_planned = |name: &str| context.plan.named(name).is_some();
     let known = store.standing(&context.server).await?.into_iter();
     // A rule that is blocked before its first write is not removed with the others: it has written nothing.
-    let is_new = |record: &RuleRecord| matches!(record.state.block(), Some(BlockReason::Adoption(_)));
-    let runs = known.filter(|(_, record)| record.state != RuleState::Removed && !is_new(record)).map(|(name, _)| name);
+    let runs = known.filter(|(_, record)| record.state != RuleState::Removed && !record.awaits_agreement());
+    let runs = runs.map(|(name, _)| name);
     let lacking: Vec<String> = runs.filter(|name| !is_planned(name) && !gone.contains(&name.as_str())).collect();
     if !lacking.is_empty() {
         let message = format!(

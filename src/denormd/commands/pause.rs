@@ -46,15 +46,12 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
     let mut outcome = Outcome::default();
     let mut seen = BTreeSet::new();
-    let removed: BTreeSet<String> = loop {
-        let (gone, mut there): (Vec<_>, Vec<_>) = known(&store, &context, rule)
-            .await?
-            .into_iter()
-            .partition(|(_, record)| record.state == RuleState::Removed);
+    loop {
+        let mut there = known(&store, &context, rule).await?;
         // A leader may have registered rules since the last look.
-        there.retain(|(name, _)| seen.insert(name.clone()));
+        there.retain(|(name, record)| record.state != RuleState::Removed && seen.insert(name.clone()));
         if there.is_empty() {
-            break gone.into_iter().map(|(name, _)| name).collect();
+            break;
         }
         let mut recorded = Vec::new();
         for (name, _) in there {
@@ -69,19 +66,13 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
                 Some(_) => outcome.blocked.push(name),
             }
         }
-    };
+    }
     for name in &outcome.blocked {
         notice(&format!("{name} is blocked; `denormd resume` does not unblock it"));
     }
     let names = context.plan.rules.iter().map(|rule| rule.name.clone()).filter(|_| rule.is_none());
-    // A running leader may have another config. Without one, the next leader reads this one.
-    let is_led = lease::is_held(&context.server, store.database(), store.ids()).await?;
-    let (removed, unregistered): (Vec<_>, Vec<_>) =
-        names.filter(|name| !seen.contains(name)).partition(|name| is_led && removed.contains(name));
-    for name in &removed {
-        notice(&format!("{name} was not in the config of the last leader: it does not run, and is not paused"));
-    }
-    outcome.unregistered = unregistered;
+    // Also those that were not in the config of the last leader: this config may be newer, and a leader about to register them.
+    outcome.unregistered = names.filter(|name| !seen.contains(name)).collect();
     print_as(output, || outcome.text(rule, time), || outcome.json(rule, time));
     if outcome.unregistered.is_empty() { Ok(()) } else { Err(not_paused(&outcome.unregistered).into()) }
 }

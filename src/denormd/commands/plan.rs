@@ -19,6 +19,7 @@ use denormd_engine::{
         inspection,
         suspicion::{Doubts, doubts, suspicions, without_a_server},
     },
+    jobs::prune::{owned_elsewhere, written_by},
     metrics::Metrics,
     preflight::{self, Finding},
 };
@@ -118,8 +119,18 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOption
         suspected.retain(|mistake| mistake.at != at || mistake.message != finding.message);
         place(loaded, output, Mistake::new(at, ""), finding);
     }
-    live.blocked =
-        live.inspections.iter().filter_map(|inspection| blocked(plan, inspection, &earlier, &suspected)).collect();
+    for inspection in &live.inspections {
+        let Some(rule) = plan.named(&inspection.rule) else { continue };
+        // A rule that already runs with this definition has been agreed to.
+        if rule.shadow || earlier.get(&rule.name).is_some_and(|before| rule.has_definition(before)) {
+            continue;
+        }
+        let why = match owned_elsewhere(&context, &written_by(rule)).await? {
+            Some(owner) => Some(owner),
+            None => blocked(rule, inspection, earlier.get(&rule.name), &suspected),
+        };
+        live.blocked.extend(why.map(|why| (rule.name.clone(), why)));
+    }
     for inspection in &live.inspections {
         let Some(rule) = plan.named(&inspection.rule) else { continue };
         for problem in inspection.problems(rule) {
@@ -365,16 +376,9 @@ fn example(change: &Change) -> String {
     format!("{verb} `{path}` of {}: {stored} -> {expected}", shown(target))
 }
 
-/// The reason why a rule would be blocked. A rule that already runs with this definition has been agreed to.
-fn blocked(
-    plan: &Plan,
-    inspection: &Inspection,
-    earlier: &BTreeMap<String, Document>,
-    suspected: &[Mistake],
-) -> Option<(String, String)> {
-    let rule = plan.named(&inspection.rule)?;
-    let before = earlier.get(&rule.name);
-    if rule.adopt || rule.shadow || before.is_some_and(|before| rule.has_definition(before)) {
+/// The reason why a new or changed rule would be blocked for its effect on existing data. `before` is its last definition.
+fn blocked(rule: &Rule, inspection: &Inspection, before: Option<&Document>, suspected: &[Mistake]) -> Option<String> {
+    if rule.adopt {
         return None;
     }
     let standing = if EarlierWrites::of(rule, before).paths.is_empty() { Standing::New } else { Standing::Changed };
@@ -390,7 +394,7 @@ fn blocked(
     if why.is_empty() {
         why.push(figures.suspected(mistake?));
     }
-    Some((rule.name.clone(), why.join("; ")))
+    Some(why.join("; "))
 }
 
 fn inspected(out: &mut String, rule: &Rule, inspection: &Inspection) {

@@ -25,9 +25,8 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
         return Err(without_record(&context, &known, rule).into());
     }
     let chosen = || known.iter().filter(|(name, _)| rule.is_none_or(|rule| rule == name));
-    let retired_of = |name: &str, state: &RuleRecord| retired(&context.plan, state, is_active(name));
     // A command that is refused removes nothing, so all rules are checked first.
-    let all: Vec<Retired> = chosen().flat_map(|(name, state)| retired_of(name, state)).collect();
+    let all: Vec<Retired> = chosen().flat_map(|(name, _)| retired(&context.plan, &known, name)).collect();
     if let Some(owner) = owned_elsewhere(&context, &all).await? {
         let error = Error::new(Kind::State, format!("nothing is pruned: {owner}"));
         return Err(error
@@ -36,7 +35,7 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
     }
     let (mut pruned, mut failed) = (Vec::new(), None);
     for (name, state) in chosen() {
-        let retired = retired_of(name, state);
+        let retired = retired(&context.plan, &known, name);
         let mut paths = Vec::new();
         for retired in &retired {
             paths.push((retired.clone(), count(&context, retired).await?));

@@ -39,9 +39,13 @@ pub async fn wait(
         }
         tokio::time::sleep(left.min(PAUSE)).await;
     };
-    // A server with too many requests answers in plain text.
-    let plain = || serde_json::json!({"applied": false, "error": String::from_utf8_lossy(&answer.body).trim()});
-    let body: serde_json::Value = answer.json().unwrap_or_else(|_| plain());
+    let body: serde_json::Value = match answer.json() {
+        // A server with too many requests answers in plain text.
+        Err(_) if matches!(answer.code, 429 | 503) => {
+            serde_json::json!({"applied": false, "error": String::from_utf8_lossy(&answer.body).trim()})
+        }
+        body => body?,
+    };
     if output == Output::Json {
         print_json(&body);
     }

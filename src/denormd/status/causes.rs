@@ -6,6 +6,7 @@ use std::{
 };
 
 use denormd_engine::{
+    leadership::TAKE_LEASE,
     metrics::{Cause, Metrics, RECONCILE, RecentError},
     pipeline::SAVE_POSITION,
     snapshot::Snapshot,
@@ -92,6 +93,10 @@ fn of_the_instance(
         say(Cause::NoPrimary, Vec::new(), Some(now - age));
     } else if let Leadership::Unknown { since } = leadership {
         say(Cause::LeaseUnreadable, Vec::new(), Some(*since));
+    } else if *leadership == (Leadership::Standby { leaders: Vec::new() })
+        && recent(metrics).any(|line| line.doing == TAKE_LEASE)
+    {
+        say(Cause::LeaseUnreadable, Vec::new(), None);
     }
     // Renewing the lease needs a majority: without one, no instance leads, and none meets an error.
     if state.majority_lag >= NO_MAJORITY {

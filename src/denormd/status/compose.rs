@@ -303,7 +303,7 @@ fn risk(state: &State, view: &View, now: i64) -> String {
     match (oplog.readable, oplog.lost_in_seconds, oplog.headroom_seconds) {
         (Some(false), ..) => "Not known whether changes will be lost: the oplog cannot be read.".to_owned(),
         (_, Some(left), _) if view.lags.overall.is_some_and(|lag| lag >= BEHIND) => {
-            format!("Falling behind: changes are lost in {}, at {}.", duration(left), clock(now, left))
+            format!("Falling behind: the oplog position expires in {}, at {}.", duration(left), clock(now, left))
         }
         (_, _, Some(headroom)) if headroom < THIN => {
             format!("No loss now, but the remaining oplog window is only {}.", duration(headroom))

@@ -97,10 +97,13 @@ impl Board {
         let Some(context) = &self.attached() else { return self.count_down(&self.state()) };
         if round.is_multiple_of(CANARY) {
             let sent = self.metrics.now();
-            if let Ok(Ok(place)) = tokio::time::timeout(TIMEOUT, canary(context)).await
-                && let Some(canary) = &mut self.state().canary
-            {
-                canary.sent(place, sent);
+            match tokio::time::timeout(TIMEOUT, canary(context)).await.unwrap_or_else(|_| Err(silent())) {
+                Ok(place) => {
+                    if let Some(canary) = &mut self.state().canary {
+                        canary.sent(place, sent);
+                    }
+                }
+                Err(error) => self.metrics.record_error(None, "send a canary", &error),
             }
         }
         if round.is_multiple_of(COUNT_ROUNDS) {
@@ -197,9 +200,8 @@ impl Board {
             store.rules(&context.server).await
         };
         let Ok(Ok(known)) = tokio::time::timeout(TIMEOUT, read).await else { return };
-        let left = known.iter().flat_map(|(name, record)| {
-            let active = context.plan.named(name).is_some();
-            let fields = retired(&context.plan, record, active).into_iter();
+        let left = known.iter().flat_map(|(name, _)| {
+            let fields = retired(&context.plan, &known, name).into_iter();
             fields.map(|left| RetiredField {
                 rule: name.clone(),
                 collection: left.collection,

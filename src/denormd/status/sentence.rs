@@ -139,6 +139,8 @@ fn lag(status: &Status) -> Option<String> {
             return None;
         } else if has(Cause::Backfilling) {
             "Changes are applied as they come; existing data is being brought up to date.".to_owned()
+        } else if has(Cause::CanaryLate) {
+            "It is not known whether changes arrive: no canary has arrived for over a minute.".to_owned()
         } else if has(Cause::DeadLetters) {
             "Not behind. Some documents could not be written and became dead letters.".to_owned()
         } else if has(Cause::DriftUnrepaired) {

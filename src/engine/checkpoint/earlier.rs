@@ -5,10 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bson::{Bson, Document, doc};
 
-use denormd_model::{
-    partition::of_deployment,
-    rule_state::{BlockReason, RuleState},
-};
+use denormd_model::{partition::of_deployment, rule_state::RuleState};
 use denormd_mongo::{
     Server, all,
     error::{Kind, Result},
@@ -25,9 +22,7 @@ pub async fn definitions(server: &Server, database: &str, deployment: &str) -> R
         records => records?,
     };
     // A definition that is blocked for its effect on existing data has written nothing.
-    let has_written = |record: &RuleRecord| {
-        record.state != RuleState::Removed && !matches!(record.state.block(), Some(BlockReason::Adoption(_)))
-    };
+    let has_written = |record: &RuleRecord| record.state != RuleState::Removed && !record.awaits_agreement();
     let ran = records.into_iter().filter(|(_, record)| has_written(record));
     Ok(ran.map(|(rule, record)| (rule, record.definition)).collect())
 }
@@ -39,6 +34,20 @@ pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &
         plan.rules.iter().find(|rule| rule.name == *name && rule.has_definition(&record.definition))
     };
     Ok(records.iter().filter_map(same).map(|rule| rule.id).collect())
+}
+
+/// True if one of these rules awaits an agreement to its effect on existing data, in one partition at least. False without the
+/// privilege to read this.
+pub(crate) async fn is_agreement_awaited(
+    server: &Server,
+    database: &str,
+    deployment: &str,
+    rules: &[&str],
+) -> Result<bool> {
+    match records(server, database, deployment, doc! {"_id.rule": {"$in": rules}, "block.kind": "adoption"}).await {
+        Err(error) if error.kind == Kind::Privilege => Ok(false),
+        records => Ok(records?.iter().any(|(_, record)| record.awaits_agreement())),
+    }
 }
 
 /// The UUIDs of the source collections that the partitions have seen for a rule; None where the first version did not record

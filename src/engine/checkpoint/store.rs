@@ -551,6 +551,14 @@ impl Store {
         Ok(())
     }
 
+    /// Removes from the record of a rule the definition that is blocked for its effect on existing data: if the rule returns to the
+    /// config, that effect is counted again.
+    pub async fn forget_blocked(&self, server: &Server, rule: &str) -> Result<()> {
+        let blocked = doc! {"definition": Document::new(), "keeping": Bson::Null};
+        self.update_own(server, rule, Document::new(), doc! {"$set": blocked}).await?;
+        Ok(())
+    }
+
     /// Keeps an earlier definition of a rule, for `denormd prune`.
     pub async fn retire(&self, server: &Server, rule: &str, definition: &Document) -> Result<()> {
         let update = doc! {"$addToSet": {"retired": definition.clone()}};

@@ -20,7 +20,7 @@ use crate::reconcile::{
     read,
     value::size_of,
 };
-use denormd_model::{field_path::FieldPath, key::Key, position::ClusterTime, text::counted};
+use denormd_model::{field_path::FieldPath, key::Key, namespace::Namespace, position::ClusterTime, text::counted};
 use denormd_mongo::{
     command::decoded,
     error::{Kind, Result},
@@ -201,7 +201,8 @@ pub struct EarlierWrites {
     /// The scalar constants in the rule's `otherwise`, by path; empty if the earlier definition had a different `otherwise`. A
     /// value that such a constant replaces counts as lost.
     pub constants: Vec<(String, Bson)>,
-    /// True if it deleted the same documents or elements as the rule does now.
+    /// True if it deleted the same documents or elements as the rule does now. Documents that a rule creates are an exception: it
+    /// kept those with a value on a path that it did not own.
     pub deletes: bool,
 }
 
@@ -412,9 +413,10 @@ pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, at_
             counting.out.figures.basis = Basis::AllWithValues;
         }
     }
-    let figures = &mut counting.out.figures;
     // Without an index yet, fewer targets are compared than the daemon will compare.
-    figures.deletes_unknown = rule.may_delete() && !before.deletes && !at_once && figures.basis != Basis::All;
+    let is_partial = rule.may_delete() && !at_once && counting.out.figures.basis != Basis::All;
+    let is_unknown = is_partial && !(before.deletes && counting.has_no_unowned_value().await?);
+    counting.out.figures.deletes_unknown = is_unknown;
     counting.references().await?;
     counting.out.figures.inserts = super::created::inserts(context, rule).await?;
     Ok(counting.out)
@@ -472,8 +474,12 @@ fn within(rows: &[RawDocumentBuf], bytes: usize) -> usize {
 
 /// Condition that a target has anything on an owned path.
 fn holds_a_value(rule: &Rule) -> Document {
-    let exists = |path: &&FieldPath| doc! {path.query(): {"$exists": true}};
-    doc! {"$or": rule.owned().iter().map(exists).collect::<Vec<_>>()}
+    exists(&rule.owned())
+}
+
+/// Condition that a target has anything on one of these paths.
+fn exists(paths: &[&FieldPath]) -> Document {
+    doc! {"$or": paths.iter().map(|path| doc! {path.query(): {"$exists": true}}).collect::<Vec<_>>()}
 }
 
 struct Counting<'a> {
@@ -519,6 +525,26 @@ impl Counting<'_> {
         .await;
         match result {
             Ok(whole) => Ok(whole && found < most),
+            Err(error) if error.kind == Kind::ReadTimedOut => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// True if no document of a rule that creates them has a value on a path that its earlier definition did not own. False if that
+    /// cannot be found out in time.
+    async fn has_no_unowned_value(&self) -> Result<bool> {
+        let is_unowned = |path: &&FieldPath| !self.before.paths.contains(&path.to_string());
+        let paths: Vec<&FieldPath> = self.rule.owned().into_iter().filter(is_unowned).collect();
+        if self.rule.creates.is_none() || paths.is_empty() {
+            return Ok(true);
+        }
+        let Namespace { database, collection } = &self.rule.target.namespace;
+        let find = doc! {
+            "find": collection, "filter": exists(&paths), "projection": {"_id": 1}, "limit": 1, "maxTimeMS": READ,
+            "collation": read::simple_collation(),
+        };
+        match self.context.server.read(database, find, self.after).await {
+            Ok(found) => Ok(found.is_empty()),
             Err(error) if error.kind == Kind::ReadTimedOut => Ok(false),
             Err(error) => Err(error),
         }
@@ -601,6 +627,9 @@ impl Counting<'_> {
         figures.compared += 1;
         let (mut holds, mut loses) = (false, false);
         let mut gone: BTreeSet<Option<usize>> = BTreeSet::new();
+        // The earlier definition left a document alone that has a value on a path which it did not own.
+        let is_foreign = |field: &Difference| !self.before.paths.contains(&field.path) && field.stored.is_some();
+        let kept_before = self.rule.creates.is_some() && compared.fields.iter().any(is_foreign);
         for field in &compared.fields {
             let own = self.before.paths.contains(&field.path);
             let value = !says_nothing(field.stored.as_ref());
@@ -629,7 +658,7 @@ impl Counting<'_> {
                         continue;
                     }
                     figures.deletes += 1;
-                    figures.foreign.deletes += u64::from(!self.before.deletes);
+                    figures.foreign.deletes += u64::from(!self.before.deletes || kept_before);
                     (holds, loses) = (true, true);
                 }
             }

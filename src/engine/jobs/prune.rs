@@ -18,9 +18,7 @@ use crate::{
         statement,
     },
 };
-use denormd_model::{
-    field_path::FieldPath, namespace::Namespace, position::ClusterTime, rule_state::BlockReason, text::counted,
-};
+use denormd_model::{field_path::FieldPath, namespace::Namespace, position::ClusterTime, text::counted};
 use denormd_mongo::{
     command::decoded,
     error::{Error, Result},
@@ -32,14 +30,13 @@ const PAGE: usize = 1000;
 /// Number of refused documents at which `prune` gives up: finding each of them takes several writes.
 const MOST_REFUSED: u64 = 100;
 
-/// The retired fields of a rule: paths that it once owned and no rule owns now. `active` means that the config still
-/// has a rule of that name.
+/// The retired fields of the rule that has this name: paths that it once owned and no rule owns now. `known` has the records of all
+/// rules of the deployment.
 #[must_use]
-pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
-    // A definition that was blocked before its first write has written nothing: the values belong to the application.
-    let wrote = !matches!(state.state.block(), Some(BlockReason::Adoption(_)));
-    let current = wrote.then_some(&state.definition);
-    let definitions = state.retired.iter().chain(current.filter(|_| !active));
+pub fn retired(plan: &Plan, known: &[(String, RuleRecord)], name: &str) -> Vec<Retired> {
+    let Some((_, state)) = known.iter().find(|(known, _)| known == name) else { return Vec::new() };
+    let is_gone = plan.named(name).is_none();
+    let definitions = state.retired.iter().chain(last_written(state).filter(|_| is_gone));
     let mut found: Vec<Retired> = Vec::new();
     for left in definitions.flat_map(|definition| left_by(plan, definition)) {
         if !found.contains(&left) {
@@ -47,11 +44,14 @@ pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
         }
     }
     found.sort_by(|one, other| (&one.collection, &one.path).cmp(&(&other.collection, &other.path)));
-    // `undo` has put back the application's values, or the application has changed them while the rule was `once`.
-    let once: Vec<(&str, FieldPath)> =
-        state.retired.iter().chain(current).filter(|one| is_once(one) && !is_shadow(one)).flat_map(owned).collect();
+    // `undo` has put back the application's values, or the application has changed them while a rule was `once`: this rule, or
+    // another one that has owned the same path.
+    let records = || known.iter().map(|(_, record)| record);
+    let all = records().flat_map(|record| record.retired.iter().chain(last_written(record)));
+    let once: Vec<(&str, FieldPath)> = all.filter(|one| is_once(one) && !is_shadow(one)).flat_map(owned).collect();
     let is_left = |retired: &Retired| {
-        let undone = state.undone.iter().map(|undone| (undone.collection.as_str(), &undone.path));
+        let undone =
+            records().flat_map(|record| &record.undone).map(|undone| (undone.collection.as_str(), &undone.path));
         let mut left = undone.chain(once.iter().map(|(collection, path)| (*collection, path)));
         left.any(|(collection, path)| collection == retired.collection && path.overlaps_loosely(&retired.path))
     };
@@ -59,11 +59,30 @@ pub fn retired(plan: &Plan, state: &RuleRecord, active: bool) -> Vec<Retired> {
     found
 }
 
+/// The fields that a rule of the plan writes.
+#[must_use]
+pub fn written_by(rule: &Rule) -> Vec<Retired> {
+    let (collection, filter) = (rule.target.namespace.to_string(), &rule.target.filter);
+    let paths = rule.owned().into_iter().cloned();
+    paths.map(|path| Retired { collection: collection.clone(), path, filter: filter.clone() }).collect()
+}
+
+/// The definition by which a rule last wrote. One that was blocked before its first write has written nothing: the values belong to
+/// the application.
+fn last_written(record: &RuleRecord) -> Option<&Document> {
+    (!record.awaits_agreement()).then_some(&record.definition)
+}
+
 /// The paths that a definition owns, each with the collection of its targets.
 fn owned(definition: &Document) -> Vec<(&str, FieldPath)> {
     let target = definition.get_document("target").and_then(|target| target.get_str("collection"));
     let Ok(collection) = target else { return Vec::new() };
     owned_paths(definition).into_iter().map(|path| (collection, path)).collect()
+}
+
+/// The condition on the targets of a definition.
+fn filter_of(definition: &Document) -> Option<&Document> {
+    definition.get_document("target").and_then(|target| target.get_document("where")).ok()
 }
 
 fn is_shadow(definition: &Document) -> bool {
@@ -81,7 +100,7 @@ pub fn left_by(plan: &Plan, definition: &Document) -> Vec<Retired> {
     if is_once(definition) {
         return Vec::new();
     }
-    let filter = definition.get_document("target").and_then(|target| target.get_document("where")).ok();
+    let filter = filter_of(definition);
     let paths = owned(definition).into_iter().map(|(collection, path)| Retired {
         collection: collection.to_owned(),
         path,
@@ -102,7 +121,7 @@ pub(super) fn owns(rule: &Rule, retired: &Retired) -> bool {
         && !exclude_each_other(rule.target.filter.as_ref(), retired.filter.as_ref())
 }
 
-/// The reason why these fields must not be removed: a rule of another deployment owns one of them, as after a change of the
+/// The reason why these fields must not be removed or written: a rule of another deployment owns one of them, as after a change of the
 /// deployment's name. Only deployments with a leader count: the state of a deployment that was removed may still exist.
 pub async fn owned_elsewhere(context: &Context, paths: &[Retired]) -> Result<Option<String>> {
     if paths.is_empty() {
@@ -123,12 +142,11 @@ pub async fn owned_elsewhere(context: &Context, paths: &[Retired]) -> Result<Opt
 
 /// True if a rule with this record writes the path, or a part of it.
 fn writes(record: &RuleRecord, retired: &Retired) -> bool {
-    let definition = &record.definition;
-    let is_blocked = matches!(record.state.block(), Some(BlockReason::Adoption(_)));
+    let Some(definition) = last_written(record).filter(|definition| !is_shadow(definition)) else { return false };
     let overlaps = |(collection, path): &(&str, FieldPath)| {
         *collection == retired.collection && path.overlaps_loosely(&retired.path)
     };
-    !is_blocked && !is_shadow(definition) && owned(definition).iter().any(overlaps)
+    owned(definition).iter().any(overlaps) && !exclude_each_other(filter_of(definition), retired.filter.as_ref())
 }
 
 /// Number of documents with the retired field.

@@ -53,7 +53,7 @@ pub enum Cause {
     CanaryLate,
     /// The config was changed, and the new one is refused.
     ConfigRefused,
-    /// The lease cannot be read or renewed, though a primary answers.
+    /// The lease cannot be read, taken or renewed, though a primary answers.
     LeaseUnreadable,
 }
 
@@ -136,7 +136,9 @@ impl Cause {
     pub fn meaning(self) -> &'static str {
         match self {
             Self::NoPrimary => "no primary of the replica set answers",
-            Self::LeaseUnreadable => "the lease cannot be read or renewed, so it is not known which instance leads",
+            Self::LeaseUnreadable => {
+                "the lease cannot be read, taken or renewed, so it is not known which instance leads, or none does"
+            }
             Self::Privilege => "the user of `mongodb.uri` lacks a privilege",
             Self::NoMajority => "writes take effect, but a majority does not acknowledge them",
             Self::StreamInterrupted => "a change stream does not answer, though the primary does",

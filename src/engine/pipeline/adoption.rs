@@ -16,11 +16,12 @@ use crate::{
         adoption::{Basis, EarlierWrites, Figures, Standing, figures},
         suspicion::suspicions,
     },
+    jobs::prune::{owned_elsewhere, written_by},
     reconcile::Context,
 };
 use denormd_model::{
     failpoint,
-    rule_state::{Adoption, BlockReason, RuleState},
+    rule_state::{Adoption, RuleState},
 };
 use denormd_mongo::error::Result;
 use denormd_rules::plan::{Rule, is_same_definition, owned_paths};
@@ -33,12 +34,6 @@ const AT_ONCE: usize = 2;
 pub(super) fn decisions_of(context: &Context) -> Decisions<'_> {
     let dead_letters = &context.dead_letters;
     Decisions { server: &context.server, database: &dead_letters.database, deployment: &dead_letters.deployment }
-}
-
-/// True if a rule is blocked for its effect on existing data, or will be at the end of its pause: its current definition has
-/// written nothing.
-pub(super) fn is_blocked(record: &RuleRecord) -> bool {
-    matches!(record.state.block(), Some(BlockReason::Adoption(_)))
 }
 
 /// A decision for each new or changed rule of the plan; none for the others.
@@ -63,7 +58,7 @@ async fn decision(
 ) -> Result<Option<Decision>> {
     let same = before.is_some_and(|record| record.runs(rule));
     let decisions = decisions_of(context);
-    if same && !(rule.adopt && before.is_some_and(is_blocked)) {
+    if same && !(rule.adopt && before.is_some_and(RuleRecord::awaits_agreement)) {
         // Another definition was decided on and taken back before it ran. If it returns, its effect is counted again.
         if let Some(other) = decided.filter(|other| !rule.has_definition(other))
             && !is_in_force(context, rule, other).await?
@@ -77,7 +72,7 @@ async fn decision(
         return Ok(Some(decision));
     }
     let earlier = match before {
-        Some(record) if is_blocked(record) => {
+        Some(record) if record.awaits_agreement() => {
             last.filter(|last| is_same_definition(&last.definition, &record.definition)).and_then(|last| last.earlier)
         }
         before => before.map(|record| record.definition.clone()),
@@ -89,12 +84,13 @@ async fn decision(
     };
     let earlier = earlier.filter(has_kept);
     let mut decision = Decision { definition: rule.definition.clone(), earlier, block: None };
-    if rule.adopt {
+    let owner = if rule.shadow { None } else { owned_elsewhere(whole, &written_by(rule)).await? };
+    if rule.adopt && owner.is_none() {
         decisions.agree(&rule.name, &rule.definition).await?;
         return Ok(Some(decision));
     }
     if !rule.shadow {
-        decision.block = count(whole, rule, decision.earlier.as_ref()).await?;
+        decision.block = count(whole, rule, decision.earlier.as_ref(), owner).await?;
     }
     failpoint::here("adoption-counted");
     let decision = decisions.decide(&rule.name, decision).await?;
@@ -125,8 +121,14 @@ fn left_by_undo(record: &RuleRecord, definition: &Document) -> bool {
     undone.any(|undone| owned.iter().any(|path| path.overlaps_loosely(&undone.path)))
 }
 
-/// Reasons against the first writes of a rule; none if there are no objections.
-async fn count(whole: &Context, rule: &Rule, earlier: Option<&Document>) -> Result<Option<Adoption>> {
+/// Reasons against the first writes of a rule; none if there are no objections. `owner` says which rule of another deployment owns
+/// its fields: the two would overwrite each other's values again and again.
+async fn count(
+    whole: &Context,
+    rule: &Rule,
+    earlier: Option<&Document>,
+    owner: Option<String>,
+) -> Result<Option<Adoption>> {
     let own = EarlierWrites::of(rule, earlier);
     let standing = if own.paths.is_empty() { Standing::New } else { Standing::Changed };
     let figures = match Box::pin(figures(whole, rule, &own, false)).await {
@@ -137,7 +139,7 @@ async fn count(whole: &Context, rule: &Rule, earlier: Option<&Document>) -> Resu
             return Ok(Some(Adoption { causes: vec![cause], ..Adoption::default() }));
         }
     };
-    let mut causes = figures.objections(standing);
+    let mut causes: Vec<String> = owner.into_iter().chain(figures.objections(standing)).collect();
     // The rule may replace its own values, but not by values that look like a mistake.
     if causes.is_empty() && figures.replaces_many() {
         let suspected = Box::pin(suspicions(&whole.server, &whole.plan, rule)).await?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bson::Document;
 
 use super::{
-    adoption::{self, decisions_of, is_blocked},
+    adoption::{self, decisions_of},
     keep,
     rules::Rules,
 };
@@ -43,7 +43,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                 let begins = matches!(record.state, RuleState::Backfilling { after: None, in_sources: false, .. });
                 // With kept values, the dead letters and jobs tell where the application's values still are.
                 let has_kept = record.keeping.as_ref().is_some_and(|keeping| !keeping.passed.is_empty());
-                if (begins || is_blocked(record)) && !has_kept {
+                if (begins || record.awaits_agreement()) && !has_kept {
                     forget_work(context, rule).await?;
                 }
                 keep::resume(context, rule, record.keeping.clone()).await?;
@@ -89,14 +89,14 @@ fn is_left(context: &Context, known: &[(String, RuleRecord)], collection: &str) 
     let leaves = |(name, record): &(String, RuleRecord)| {
         let stays = context.plan.named(name).is_some_and(|rule| is_in(&rule.definition));
         // The record of a blocked definition does not change when the rule leaves the config: each start would ask again.
-        record.state != RuleState::Removed && !is_blocked(record) && is_in(&record.definition) && !stays
+        record.state != RuleState::Removed && !record.awaits_agreement() && is_in(&record.definition) && !stays
     };
     // The first backfill of a new rule, or of one that is blocked, covers the documents of all. It may be the same rule with another
     // name, and then they are not to be deleted before somebody has agreed.
     let has_run = |rule: &&Arc<Rule>| {
         let record = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
         record.is_some_and(|record| {
-            record.runs(rule) && !is_blocked(record) && record.state != RuleState::AwaitingBackfill
+            record.runs(rule) && !record.awaits_agreement() && record.state != RuleState::AwaitingBackfill
         })
     };
     let mut staying = context.plan.rules.iter().filter(|rule| is_in(&rule.definition));
@@ -127,7 +127,7 @@ async fn register(
         Some(_) => "changed rule",
     };
     // A definition that was blocked has written nothing, so there is nothing to prune.
-    let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !is_blocked(record);
+    let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !record.awaits_agreement();
     if let Some(record) = before.filter(changed) {
         store.retire(&context.server, &rule.name, &record.definition).await?;
     }
@@ -164,11 +164,12 @@ async fn forget_work(context: &Context, rule: &Rule) -> Result<()> {
 /// Ends the work of recorded rules that are not in the config.
 async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<()> {
     for (name, record) in known.iter().filter(|(name, _)| context.plan.named(name).is_none()) {
-        // A rule that is blocked before its first write has written nothing, and stays blocked when it returns.
-        // A pause ends with the rule. Values that the application writes while the rule is absent belong to the application, so an
-        // earlier decision does not count.
-        if is_blocked(record) {
+        // A definition that is blocked has written nothing: it does not count as the rule's last one. A pause ends with the rule.
+        // Values that the application writes while the rule is absent belong to the application, so an earlier decision does not
+        // count.
+        if record.awaits_agreement() {
             decisions_of(context).forget(name).await?;
+            store.forget_blocked(&context.server, name).await?;
             store.resume(&context.server, name).await?;
         } else if record.state != RuleState::Removed {
             decisions_of(context).forget(name).await?;

@@ -21,7 +21,7 @@ use denormd_model::{
     rule_state::{BlockReason, RuleState},
 };
 use denormd_mongo::error::Result;
-use denormd_rules::plan::{Plan, RuleId, Side};
+use denormd_rules::plan::{Plan, Rule, RuleId, Side};
 
 /// The states of the rules as this leader knows them, each with the generation that it is recorded under. The state
 /// database takes precedence: a state that a command has recorded under a newer generation replaces the one here.
@@ -236,7 +236,8 @@ impl Pipeline {
         }
         let is_released = released.is_some() && released != self.rules.released.get(&rule).copied();
         self.rules.released.extend(released.map(|until| (rule, until)));
-        let name = &self.context.plan.rule(rule).name;
+        let context = self.context.clone();
+        let name = &context.plan.rule(rule).name;
         match (&before, &state) {
             // The state in between, blocked after a pause, may not have been read.
             (RuleState::Blocked(reason) | RuleState::Paused { blocked: Some(reason), .. }, after)
@@ -245,8 +246,17 @@ impl Pipeline {
                 self.context.memory.removals.reset(rule);
                 // The loss was accepted: an absent source counts as empty.
                 if *reason == BlockReason::SourceGone {
-                    self.context.memory.sources.saw(&self.context.plan.rule(rule).source.namespace, None);
+                    context.memory.sources.saw(&context.plan.rule(rule).source.namespace, None);
                     self.rules.sources.remove(&rule);
+                }
+                // Until now, the fields of this rule have kept documents.
+                if matches!(reason, BlockReason::Adoption(_)) {
+                    let target = &context.plan.rule(rule).target.namespace;
+                    let deletes = |other: &&Arc<Rule>| other.creates.as_ref().is_some_and(|creates| !creates.keeps);
+                    let others = context.plan.rules.iter().filter(|other| other.target.namespace == *target);
+                    for other in others.filter(|other| other.id != rule).filter(deletes) {
+                        self.change(other.id, Change::Backfill, None);
+                    }
                 }
                 tracing::info!(rule = %name, "the rule is unblocked");
             }

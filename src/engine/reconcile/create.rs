@@ -16,15 +16,16 @@
 //!   then finds the document.
 //! - A document that somebody inserts, replaces or deletes is an event of its key, and so is a change of a field that no
 //!   rule owns: without sources, the last of these fields keeps the document.
+//! - While another rule of the collection awaits an agreement to its first writes, no document is deleted.
 //! - Rules that share a collection keep a document as long as one of them has sources for it. Of two rules that lose
 //!   their sources at once, the one that reads later sees neither.
 
-use std::{collections::HashSet, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use bson::{Bson, Document, doc};
 
 use crate::{
-    checkpoint::earlier::sources_seen,
+    checkpoint::earlier::{is_agreement_awaited, sources_seen},
     dead_letter::DeadLetters,
     reconcile::{
         batch::{End, Item, Run, newest},
@@ -243,7 +244,19 @@ impl Context {
         Ok(seen.iter().any(|seen| now.is_none() || seen.as_ref().is_some_and(|seen| Some(seen) != now.as_ref())))
     }
 
-    /// Of these keys without sources, those for which another rule has sources and keeps the document.
+    /// True if another rule of the collection awaits an agreement: it has not written the fields that it owns, and the values in them
+    /// are the application's, so they keep their documents.
+    async fn is_agreement_awaited(&self, rule: &Rule) -> Result<bool> {
+        let shares = |other: &&Arc<Rule>| other.target.namespace == rule.target.namespace && other.id != rule.id;
+        let others: Vec<&str> = self.plan.rules.iter().filter(shares).map(|other| other.name.as_str()).collect();
+        if others.is_empty() || rule.creates.as_ref().is_none_or(|creates| creates.keeps) {
+            return Ok(false);
+        }
+        let DeadLetters { database, deployment, .. } = &self.dead_letters;
+        is_agreement_awaited(&self.server, database, deployment, &others).await
+    }
+
+    /// Of these keys without sources, those for which another rule keeps the document.
     pub(super) async fn held_by_others(
         &self,
         rule: &Rule,
@@ -252,6 +265,9 @@ impl Context {
         limit: Duration,
     ) -> Result<HashSet<Key>> {
         let mut held = HashSet::new();
+        if !keys.is_empty() && self.is_agreement_awaited(rule).await? {
+            held.extend(keys.iter().map(|key| (*key).clone()));
+        }
         let others = rule.creates.iter().filter(|creates| !creates.keeps).flat_map(|creates| &creates.others);
         for other in others.filter_map(|other| self.plan.rules.iter().find(|rule| rule.id == *other)) {
             let left: Vec<&Key> = keys.iter().copied().filter(|key| !held.contains(*key)).collect();

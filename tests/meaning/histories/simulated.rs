@@ -255,13 +255,14 @@ impl Cluster {
 async fn prune_takes_what_the_rules_wrote(db: &Database, context: &Context, histories: &[History]) {
     let (server, store) = (&context.server, context.state_of_deployment().await.unwrap());
     let collections: Vec<String> = histories.iter().flat_map(|history| history.generator.collections()).collect();
-    for (name, record) in store.rules(server).await.unwrap() {
-        let retired = retired(&context.plan, &record, context.plan.named(&name).is_some());
+    let known = store.rules(server).await.unwrap();
+    for (name, _) in &known {
+        let retired = retired(&context.plan, &known, name);
         if retired.is_empty() {
             continue;
         }
         let before = world(db, &collections).await;
-        let asked = store.request(server, &name, &RequestedWork::Prune(retired.clone())).await.unwrap();
+        let asked = store.request(server, name, &RequestedWork::Prune(retired.clone())).await.unwrap();
         store.until_done(server, asked).await.unwrap();
         let after = world(db, &collections).await;
         for Retired { collection, path, filter } in retired.iter().filter(|retired| !retired.path.has_each()) {
@@ -326,8 +327,8 @@ async fn undo_puts_back_what_was_there(run: &Run, server: &Server, test: &TestDb
         }
         let undone = world(&db, &collections).await;
         let records = store.rules(&context.server).await.unwrap();
-        for (name, record) in records.iter().filter(|(name, _)| rules.iter().any(|rule| rule.name == *name)) {
-            let retired = retired(&context.plan, record, false);
+        for (name, _) in records.iter().filter(|(name, _)| rules.iter().any(|rule| rule.name == *name)) {
+            let retired = retired(&context.plan, &records, name);
             if !retired.is_empty() {
                 ask(name.as_str(), RequestedWork::Prune(retired)).await;
             }

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use bson::{Binary, Bson};
+use bson::Bson;
 use parking_lot::Mutex;
 
 use crate::checkpoint::kept::Keeping;
@@ -76,18 +76,18 @@ impl KeptValues {
 }
 
 /// True if a document with this `_id` comes before or at `passed` in the order of the simple collation. False where
-/// the order is not certain: for `_id`s of different types but for whole numbers, strings that are not ASCII, and types that
-/// are not listed here, such as documents.
+/// the order is not certain: for `_id`s of different types but for whole numbers, binary values of different subtypes, strings that
+/// are not ASCII, and types that are not listed here, such as documents.
 pub(in crate::reconcile) fn is_behind(id: &Bson, passed: &Bson) -> bool {
     match (id, passed) {
         (Bson::ObjectId(id), Bson::ObjectId(passed)) => id <= passed,
         (Bson::String(id), Bson::String(passed)) => id.is_ascii() && passed.is_ascii() && id <= passed,
         (Bson::DateTime(id), Bson::DateTime(passed)) => id <= passed,
         (Bson::Double(id), Bson::Double(passed)) => id <= passed,
-        // The server compares lengths first (<https://www.mongodb.com/docs/manual/reference/bson-type-comparison-order/>).
-        (Bson::Binary(id), Bson::Binary(passed)) => {
-            let order = |one: &Binary| (one.bytes.len(), u8::from(one.subtype));
-            (order(id), &id.bytes) <= (order(passed), &passed.bytes)
+        // The server compares lengths first (<https://www.mongodb.com/docs/manual/reference/bson-type-comparison-order/>), and some
+        // subtypes have other lengths there.
+        (Bson::Binary(id), Bson::Binary(passed)) if id.subtype == passed.subtype => {
+            (id.bytes.len(), &id.bytes) <= (passed.bytes.len(), &passed.bytes)
         }
         _ => whole_number(id).zip(whole_number(passed)).is_some_and(|(id, passed)| id <= passed),
     }
