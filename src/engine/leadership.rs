@@ -51,7 +51,7 @@ const UNFIT_WHOLE: Duration = Duration::from_secs(1);
 const SETTLED: Duration = Duration::from_secs(2);
 /// Time for which an instance that stops waits for the answer of a request for the lease.
 const LEAVING: Duration = Duration::from_secs(5);
-/// What an instance was doing when it could not take a free lease, in the recent errors.
+/// The action in the recent errors of an instance that cannot take a free lease.
 pub const TAKE_LEASE: &str = "take the lease";
 /// Time limit for the request that finds the primary.
 const ASKED: Duration = Duration::from_secs(5);

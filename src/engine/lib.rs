@@ -1,6 +1,6 @@
 //! The engine: follows the change streams of a plan's collections, and keeps the targets in sync.
 //!
-//! # The way of the data
+//! # How data flows
 //!
 //! ```text
 //! watch -> route -> workqueue -> reconcile -> checkpoint

@@ -121,6 +121,13 @@ impl RuleState {
         }
     }
 
+    /// True if the rule is blocked for its effect on existing data, or will be at the end of its pause: its definition has written
+    /// nothing.
+    #[must_use]
+    pub fn awaits_agreement(&self) -> bool {
+        matches!(self.block(), Some(BlockReason::Adoption(_)))
+    }
+
     /// The same state; a backfill gets this agreement to its removals.
     #[must_use]
     pub fn with_removals(mut self, are_agreed: bool) -> Self {

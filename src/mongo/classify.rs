@@ -8,9 +8,6 @@ use crate::{
     reach,
 };
 
-/// The message of an error whose reply the driver cannot decode.
-const UNREADABLE_REPLY: &str = "the server's reply cannot be read";
-
 /// The value, or None if the operation failed with this code.
 pub fn unless<T, E: Into<Error>>(code: i32, result: Result<T, E>) -> Result<Option<T>, Error> {
     match result.map_err(Into::into) {
@@ -99,18 +96,9 @@ impl From<mongodb::error::Error> for Error {
             // The message may quote a part of the connection string.
             ErrorKind::InvalidArgument { .. } => Error::new(Kind::Config, "the driver refuses what it was asked for"),
             ErrorKind::IncompatibleServer { message, .. } => Error::new(Kind::Topology, message.clone()),
-            // The driver decodes a reply strictly. The server's text about a refused statement quotes a document, and may end within
-            // a character.
-            ErrorKind::Bson(_) => Error::new(Kind::Refused, UNREADABLE_REPLY),
             other => Error::internal(format!("the driver failed ({})", variant(other))),
         }
     }
-}
-
-/// True if the driver could not decode the reply: the command has ended, and its result is not known.
-#[must_use]
-pub fn is_unreadable_reply(error: &Error) -> bool {
-    error.message == UNREADABLE_REPLY
 }
 
 /// The server's own text of a refused command. It may quote documents, so it may only be shown for a command that reads

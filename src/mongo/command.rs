@@ -8,7 +8,7 @@ use bson::{
     spec::ElementType,
 };
 use futures_util::{StreamExt, TryStreamExt};
-use mongodb::{Client, Collection, Database, options::CursorType, raw_batch_cursor::RawBatch};
+use mongodb::{Client, Collection, Database, error::ErrorKind, options::CursorType, raw_batch_cursor::RawBatch};
 use parking_lot::Mutex;
 use serde::{Deserialize, de::IgnoredAny};
 use tokio::{
@@ -17,7 +17,7 @@ use tokio::{
 };
 
 use crate::{
-    classify::{is_unreadable_reply, kind_of_code},
+    classify::kind_of_code,
     code::{self, named},
     error::{Error, Kind, Result},
     fence::{Fence, Window},
@@ -178,13 +178,16 @@ pub struct Written {
     pub modified: u64,
     /// Statements that the server refused: index into the command's statements, and the error.
     pub refused: Vec<(usize, Error)>,
+    /// True if statements may have taken effect that are not counted.
+    pub is_uncertain: bool,
 }
 
 impl Written {
-    fn add(&mut self, Self { matched, modified, refused }: Self) {
+    fn add(&mut self, Self { matched, modified, refused, is_uncertain }: Self) {
         self.matched += matched;
         self.modified += modified;
         self.refused.extend(refused);
+        self.is_uncertain |= is_uncertain;
     }
 }
 
@@ -440,27 +443,30 @@ impl Server {
     ) -> Result<Written> {
         let mut written = Written::default();
         let known = self.checked(database, verb, collection, timeout).await?;
-        let (mut checked, mut start, mut most) = (known, 0, usize::MAX);
+        let (mut checked, mut start) = (known, 0);
+        // The end of the statements that are sent one by one.
+        let mut singly = 0;
         while start < statements.len() {
             let mut bytes = 0;
             let fits = |statement: &&RawDocumentBuf| {
                 bytes += statement.as_bytes().len() + 16;
                 bytes <= COMMAND_BYTES
             };
+            let most = if start < singly { 1 } else { usize::MAX };
             let count = statements[start..].iter().take(most).take_while(fits).count().max(1);
             let chunk = &statements[start..start + count];
             let window = self.window(timeout).await?;
-            let reply = match self.fenced(database, verb.command(collection, chunk, window, checked)?, window).await {
+            let command = verb.command(collection, chunk, window, checked)?;
+            let Some(reply) = self.fenced(database, command, window).await? else {
                 // A statement was refused. Sent one by one, they show which.
-                Err(error) if is_unreadable_reply(&error) => {
-                    if count == 1 {
-                        written.refused.push((start, error));
-                        start += 1;
-                    }
-                    most = 1;
-                    continue;
+                if count == 1 {
+                    written.refused.push((start, unreadable_reply()));
+                    start += 1;
+                } else {
+                    written.is_uncertain = true;
+                    singly = start + count;
                 }
-                reply => reply?,
+                continue;
             };
             let refused = written.refused.len();
             let mut taken = Written::default();
@@ -505,6 +511,7 @@ impl Server {
         if !self.is_router().await? {
             let window = Window { deadline: 0, ..self.window(timeout).await? };
             let late = self.fenced(database, verb.command(collection, &[], window, Checked::First)?, window).await?;
+            let late = late.ok_or_else(unreadable_reply)?;
             match take_reply(late, 0, 1, &mut Written::default()) {
                 Err(error) if error.kind == Kind::Unavailable => checked = Checked::First,
                 Err(error) => return Err(error),
@@ -521,15 +528,17 @@ impl Server {
         Window::new(self.fence.as_deref(), now, timeout, Instant::now())
     }
 
-    /// Sends a write with its deadline, and does not return while it can still run.
-    async fn fenced(&self, database: &str, command: RawDocumentBuf, window: Window) -> Result<Document> {
+    /// Sends a write with its deadline, and does not return while it can still run. None if the driver cannot decode the reply: the
+    /// server's text about a refused statement may quote a document, and end within a character.
+    async fn fenced(&self, database: &str, command: RawDocumentBuf, window: Window) -> Result<Option<Document>> {
         let primary = Primary::of(&self.client);
         let database = self.database(database);
         let command = text::unescaped(command);
         let sent = window.sent(self.fence.as_deref());
         let answer = primary.attend(database.run_raw_command(command).selection_criteria(primary.criteria()));
         let result = match tokio::time::timeout_at(window.over, answer).await {
-            Ok(Ok(answer)) => answer.map_err(Error::from),
+            Ok(Ok(Err(error))) if matches!(*error.kind, ErrorKind::Bson(_)) => Ok(None),
+            Ok(Ok(answer)) => answer.map(Some).map_err(Error::from),
             Ok(Err(error)) => Err(error),
             Err(_) => Err(Error::new(Kind::Connection, "no answer in time")),
         };
@@ -542,7 +551,8 @@ impl Server {
             }
         }
         sent.ended();
-        if let Some(time) = result.as_ref().ok().and_then(|reply| reply.get_timestamp("operationTime").ok()) {
+        let reply = result.as_ref().ok().and_then(Option::as_ref);
+        if let Some(time) = reply.and_then(|reply| reply.get_timestamp("operationTime").ok()) {
             let mut acknowledged = self.acknowledged.lock();
             *acknowledged = (*acknowledged).max(time.into());
         }
@@ -568,6 +578,11 @@ impl Server {
         *self.clock.write().await = Some(Clock { server_millis, at });
         Ok(server_millis)
     }
+}
+
+/// The error of a refused statement that the reply cannot name.
+fn unreadable_reply() -> Error {
+    Error::new(Kind::Refused, "the server's reply cannot be read")
 }
 
 /// Kind of bulk write command.

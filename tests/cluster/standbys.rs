@@ -3,9 +3,12 @@
 use std::time::{Duration, Instant};
 
 use bson::{DateTime, Document, doc};
-use denormd::{server::client, status::Leadership};
+use denormd::{
+    server::client,
+    status::{Leadership, Status},
+};
 use denormd_fixture::{ReplicaSet, TestDb};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::{
     engine::fan_outs::fail,
@@ -86,6 +89,37 @@ async fn an_instance_that_cannot_take_the_lease_says_so() {
     assert_eq!(ready.code, 503);
     fail(&test, "off", doc! {}).await;
     running.until("it leads", |status| status.leadership.leads() && causes(status).is_empty()).await;
+}
+
+/// With partitions, the leader of one of them did not know the drift that another leader had found, and vouched for the rule.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_leader_of_some_partitions_does_not_vouch_for_drift_elsewhere() {
+    let test = denormd_fixture::database().await;
+    hosts_and_log(&test).await;
+    let rules = RULES.replace("name: ip, copy", "name: ip, on_drift: report, copy");
+    let shared = "lease: { ttl_seconds: 60, partitions: 2 }\n";
+    let instances = [Running::start(&test, &rules, shared).await, Running::start(&test, &rules, shared).await];
+    for one in &instances {
+        let leads_one =
+            |status: &Status| status.partitions.as_ref().is_some_and(|partitions| partitions.led.len() == 1);
+        one.until("it leads a partition", leads_one).await;
+    }
+    let excepts = async |one: &Running, rules: Value| {
+        daemon::until("both know of the drift", async || {
+            let answer = waited(one, write(&test, 0).await).await;
+            (answer["except"] == rules).then_some(())
+        })
+        .await;
+    };
+    for one in &instances {
+        excepts(one, json!([])).await;
+    }
+    let logs = test.database().collection::<Document>("log");
+    logs.update_one(doc! {"_id": 0}, doc! {"$set": {"ip": 99}}).await.unwrap();
+    for one in &instances {
+        // With the rule that reads its copies.
+        excepts(one, json!(["ip", "note"])).await;
+    }
 }
 
 /// `wait` on a standby was once refused ("this process does not lead: ask the one that does"), and its status was

@@ -21,6 +21,9 @@ use crate::{
 const OTHER: &str =
     "  - { name: other, copy: { source: hosts, target: logs, match: { host: _id }, set: { other: $name } } }";
 
+const KIND: &str =
+    "  - { name: kind, copy: { source: hosts, target: logs, match: { host: _id }, set: { host_name: $name } } }";
+
 /// Three logs with an application's label, of which one is of the kind that the rules here choose. The second label is
 /// missing.
 async fn logs(test: &TestDb) {
@@ -99,11 +102,14 @@ async fn values_that_another_rule_left_to_the_application_are_left_alone() {
     let test = denormd_fixture::database().await;
     logs(&test).await;
     have_run(&test, LABEL).await;
+    // It has a field to prune, and its record must outlast that.
+    have_run(&test, &LABEL.replace("name: label,", "name: once,").replace("label: $name", "other: $name")).await;
     have_run(&test, &LABEL.replace("name: label,", "name: once,").replace("$name } }", "$name }, once: true }")).await;
     let logs = test.database().collection::<Document>("logs");
     logs.update_many(doc! {}, doc! {"$set": {"label": "mine"}}).await.unwrap();
-    have_run(&test, OTHER).await;
-    let program = Program::new(&config(&test, OTHER));
+    have_run(&test, KIND).await;
+    let program = Program::new(&config(&test, KIND));
+    program.run(&["prune", "once"]).await.exits(0);
     let out = program.run(&["prune", "label"]).await.exits(0).out;
     assert!(out.contains("nothing to prune"), "{out}");
     program.run(&["prune", "--all"]).await.exits(0);

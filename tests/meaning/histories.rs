@@ -325,8 +325,14 @@ impl History {
         if !again.is_empty() {
             return again;
         }
+        let lacked_source = self.lacks_source(daemon);
         // Compares again only after a wait: a second comparison alone would hide a change that was applied too late.
         if is_back || is_limited {
+            found = self.check_with_memory(db).await;
+        }
+        // An empty source may come back during the comparison.
+        if lacked_source && !self.lacks_source(daemon) {
+            daemon.settled().await;
             found = self.check_with_memory(db).await;
         }
         // Without its source a rule writes nothing, whatever happens to its targets.

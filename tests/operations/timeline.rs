@@ -4,7 +4,6 @@ use std::time::{Duration, Instant};
 
 use bson::{Document, doc};
 use denormd::server::client;
-
 use denormd_engine::{events::Event, metrics::RecentError};
 use denormd_fixture::ReplicaSet;
 

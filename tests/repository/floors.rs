@@ -57,7 +57,7 @@ fn entries(group: &str) -> Vec<String> {
 
 fn contributing() -> String {
     let text = fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap();
-    text.split_once("## The way of the data").unwrap().1.split_once("\n## ").unwrap().0.to_owned()
+    text.split_once("## How data flows").unwrap().1.split_once("\n## ").unwrap().0.to_owned()
 }
 
 /// The crates and their modules as CONTRIBUTING.md lists them. Crates of one part have no modules there.

@@ -71,7 +71,7 @@ pub async fn pause(loaded: &Loaded, output: Output, rule: Option<&str>, time: Op
         notice(&format!("{name} is blocked; `denormd resume` does not unblock it"));
     }
     let names = context.plan.rules.iter().map(|rule| rule.name.clone()).filter(|_| rule.is_none());
-    // Also those that were not in the config of the last leader: this config may be newer, and a leader about to register them.
+    // This includes rules that were not in the last leader's config: this config may be newer, and a leader may be about to register them.
     outcome.unregistered = names.filter(|name| !seen.contains(name)).collect();
     print_as(output, || outcome.text(rule, time), || outcome.json(rule, time));
     if outcome.unregistered.is_empty() { Ok(()) } else { Err(not_paused(&outcome.unregistered).into()) }

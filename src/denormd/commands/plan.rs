@@ -125,11 +125,12 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOption
         if rule.shadow || earlier.get(&rule.name).is_some_and(|before| rule.has_definition(before)) {
             continue;
         }
-        let why = match owned_elsewhere(&context, &written_by(rule)).await? {
-            Some(owner) => Some(owner),
-            None => blocked(rule, inspection, earlier.get(&rule.name), &suspected),
-        };
-        live.blocked.extend(why.map(|why| (rule.name.clone(), why)));
+        let owner = owned_elsewhere(&context, &written_by(rule)).await?;
+        let effect = blocked(rule, inspection, earlier.get(&rule.name), &suspected);
+        let why: Vec<String> = owner.into_iter().chain(effect).collect();
+        if !why.is_empty() {
+            live.blocked.push((rule.name.clone(), why.join("; ")));
+        }
     }
     for inspection in &live.inspections {
         let Some(rule) = plan.named(&inspection.rule) else { continue };

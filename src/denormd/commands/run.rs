@@ -21,7 +21,7 @@ use crate::{
 use denormd_engine::{
     deployment::{identity::Identity, instances::Member},
     events::Journal,
-    leadership::{Deployment, Ended, Event, Share, TAKE_LEASE},
+    leadership::{Deployment, Ended, Event, Share},
     metrics::Metrics,
     pipeline::Handle,
     preflight,
@@ -403,7 +403,7 @@ impl Rules {
             Ok(Ended::HandedOver | Ended::Lost) => {}
             Ok(Ended::Unfit(error)) => {
                 tracing::warn!(error = %error.message, "following changes cannot begin; standing by again");
-                self.board.metrics.record_error(None, TAKE_LEASE, error);
+                self.board.metrics.record_error(None, "begin to lead", error);
             }
             Err(error) => tracing::error!(error = %error.message, "this instance failed to lead"),
         }

@@ -14,7 +14,7 @@ use crate::status::{Board, Leadership};
 use denormd_engine::{checkpoint::store::Store, reconcile::Context};
 use denormd_model::{partition::Partition, position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::error::{Error, Kind, Result};
-use denormd_rules::plan::Rule;
+use denormd_rules::{config::OnDrift, plan::Rule};
 
 /// The default timeout, in seconds.
 const DEFAULT_TIMEOUT: f64 = 30.0;
@@ -93,19 +93,18 @@ fn refusal(code: StatusCode, error: &str) -> Response {
 /// All partitions of the deployment. The progress of those that this instance leads comes from memory, the progress of
 /// the others from their leaders' checkpoints. So a standby answers as well, at most one checkpoint interval later.
 struct Whole {
+    board: Arc<Board>,
     context: Arc<Context>,
     partitions: u32,
     attached: Vec<Arc<Context>>,
-    /// The rules that do not run yet here, and on a standby those with unrepaired drift, as far as the leaders have reported it.
-    /// A leader of some partitions does not know the drift in the others.
+    /// The rules that do not run yet here.
     incomplete: BTreeSet<String>,
 }
 
 impl Whole {
-    fn of(board: &Board) -> Result<Self, String> {
+    fn of(board: &Arc<Board>) -> Result<Self, String> {
         // In this order: a config that is put into force in between adds exceptions, and hides none.
-        let (context, mut incomplete, attached) = (board.context(), board.starting(), board.all_attached());
-        incomplete.extend(board.reported_drift());
+        let (context, incomplete, attached) = (board.context(), board.starting(), board.all_attached());
         let leadership = board.leadership();
         let stands_by = matches!(leadership, Leadership::Standby { .. });
         if !stands_by && attached.is_empty() {
@@ -118,7 +117,7 @@ impl Whole {
             Some((context, partitions))
         });
         let (context, partitions) = known.ok_or("the cluster has not been reached yet")?;
-        Ok(Self { context, partitions, attached, incomplete })
+        Ok(Self { board: board.clone(), context, partitions, attached, incomplete })
     }
 
     /// Waits for `from` (or for now), then once for each further level of the longest chain of rules. Stops early at a level
@@ -200,6 +199,9 @@ impl Whole {
         let after = server.operation_time().await?;
         except.extend(self.context.dead_letters.rules(&server, after).await?);
         if let Some(store) = elsewhere {
+            let reports = |rule: &&Arc<Rule>| rule.on_drift == OnDrift::Report;
+            let may_drift = || plan.rules.iter().filter(reports).map(|rule| rule.name.clone()).collect();
+            except.extend(self.board.drift_elsewhere(self.partitions).await.unwrap_or_else(may_drift));
             let records = store.records(&server, after).await?;
             let is_run = |rule: &Rule, partition: &String| {
                 let record = records.get(&(partition.clone(), rule.name.clone()));

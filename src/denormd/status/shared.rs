@@ -4,7 +4,7 @@
 //! The leader writes as often as it saves its position, and only while there is another instance. The oplog gets only
 //! the fields that changed.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use bson::{Bson, DateTime, Document, doc};
 use futures_util::TryStreamExt;
@@ -37,6 +37,8 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 const SELDOM: u64 = 2;
 /// Rounds between removals of old reports of instances that are gone. An instance may lead for a short time only.
 const FORGET: u64 = 30;
+/// Age, in milliseconds, from which a report says nothing about the drift of now. It is written once a second.
+const SILENT: i64 = 30_000;
 /// Age, in milliseconds, from which a report is old. Only the report of an instance that leads is read.
 const OLD: i64 = 3600 * 1000;
 
@@ -111,12 +113,23 @@ impl Board {
         }
     }
 
-    /// On a standby, the rules with unrepaired drift by the leaders' reports.
-    pub(crate) fn reported_drift(&self) -> Vec<String> {
-        let state = self.state();
-        let causes = state.shared.report.iter().flat_map(|report| &report.status.causes);
+    /// The rules with unrepaired drift in the partitions that other instances lead, by those leaders' reports. None if that is not
+    /// known: nobody leads one of the `partitions`, or a leader has written no recent report that this version can read.
+    pub(crate) async fn drift_elsewhere(&self, partitions: u32) -> Option<Vec<String>> {
+        let (context, leaders) = {
+            let state = self.state();
+            let held = &state.read.as_ref().filter(|read| read.held.len() >= partitions as usize)?.held;
+            let others = held.values().filter(|holder| holder.id != self.instance.id);
+            let by_id: BTreeMap<&str, &Holder> = others.map(|holder| (holder.id.as_str(), holder)).collect();
+            (state.cluster.clone()?.0, by_id.into_values().cloned().collect::<Vec<_>>())
+        };
+        let report = tokio::time::timeout(TIMEOUT, read(&context, &leaders)).await.ok()?.ok()??;
+        if report.silence(self.metrics.now()) > SILENT {
+            return None;
+        }
+        let causes = report.status.causes.into_iter();
         let drift = causes.filter(|cause| cause.cause == Cause::DriftUnrepaired.name());
-        drift.flat_map(|cause| cause.rules.iter().cloned()).collect()
+        Some(drift.flat_map(|cause| cause.rules).collect())
     }
 
     /// On a standby, reads the leaders' current reports. If that fails, the earlier report stays, and ages.

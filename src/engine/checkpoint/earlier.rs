@@ -36,8 +36,8 @@ pub async fn have_run(server: &Server, database: &str, deployment: &str, plan: &
     Ok(records.iter().filter_map(same).map(|rule| rule.id).collect())
 }
 
-/// True if one of these rules awaits an agreement to its effect on existing data, in one partition at least. False without the
-/// privilege to read this.
+/// True if one of these rules awaits an agreement to its effect on existing data, in the partition, or in one partition of the
+/// deployment at least. False without the privilege to read this.
 pub(crate) async fn is_agreement_awaited(
     server: &Server,
     database: &str,

@@ -8,11 +8,7 @@ use std::mem;
 use bson::{Bson, Document};
 use serde::{Deserialize, Serialize};
 
-use denormd_model::{
-    field_path::FieldPath,
-    position::ClusterTime,
-    rule_state::{BlockReason, RuleState},
-};
+use denormd_model::{field_path::FieldPath, position::ClusterTime, rule_state::RuleState};
 
 use denormd_rules::plan::{Rule, is_same_definition};
 
@@ -103,7 +99,7 @@ impl RuleRecord {
     /// nothing.
     #[must_use]
     pub fn awaits_agreement(&self) -> bool {
-        matches!(self.state.block(), Some(BlockReason::Adoption(_)))
+        self.state.awaits_agreement()
     }
 
     /// Merges the records of two partitions: the more urgent state, and only the progress that both have made.
@@ -143,7 +139,7 @@ impl RuleRecord {
             mem::swap(&mut self.state, &mut left_state);
         }
         // The other partition may have written by a definition of its own, unless that was blocked before its first write.
-        let has_written = !matches!(left_state.block(), Some(BlockReason::Adoption(_)));
+        let has_written = !left_state.awaits_agreement();
         if has_written && left != self.definition && !self.retired.contains(&left) {
             self.retired.push(left);
         }

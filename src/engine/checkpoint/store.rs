@@ -24,7 +24,7 @@ use denormd_mongo::{
     error::{Error, Kind, Result},
     unless,
 };
-use denormd_rules::plan::{Plan, Rule, is_same_definition};
+use denormd_rules::plan::{Plan, Rule, is_once, is_same_definition};
 
 use super::{
     adoption::Decisions,
@@ -566,14 +566,16 @@ impl Store {
         Ok(())
     }
 
-    /// Deletes the retired definitions of a rule and, with `whole`, its record. Deletes only what is `known`: a rule
-    /// that has returned to the config or has changed meanwhile is kept, even if the request is delayed.
+    /// Deletes the retired definitions of a rule and, with `whole`, its record, but for those that tell which values belong to the
+    /// application. Deletes only what is `known`: a rule that has returned to the config or has changed meanwhile is kept, even if the
+    /// request is delayed.
     pub async fn forget(&self, server: &Server, rule: &str, known: &RuleRecord, whole: bool) -> Result<()> {
         let rules = server.collection(&self.database, RULES);
         if !whole {
             let mut same = self.of_rule(rule);
             same.insert("definition", known.definition.clone());
-            let update = doc! {"$pullAll": {"retired": known.retired.clone()}};
+            let retired: Vec<Document> = known.retired.iter().filter(|retired| !is_once(retired)).cloned().collect();
+            let update = doc! {"$pullAll": {"retired": retired}};
             bounded(rules.update_many(same, update)).await?;
             return Ok(());
         }
@@ -583,6 +585,10 @@ impl Store {
             return Ok(());
         }
         for (id, record) in seen {
+            let mut definitions = record.retired.iter().chain([&record.definition]);
+            if !record.undone.is_empty() || definitions.any(is_once) {
+                continue;
+            }
             let id = doc! {"deployment": id, "rule": rule};
             let unchanged = doc! {"_id": id, "generation": same_generation(record.generation)};
             bounded(rules.delete_one(unchanged)).await?;

@@ -530,8 +530,8 @@ impl Counting<'_> {
         }
     }
 
-    /// True if no document of a rule that creates them has a value on a path that its earlier definition did not own. False if that
-    /// cannot be found out in time.
+    /// True if no target has a value on a path that the rule owns now and did not own before; always true for a rule that creates no
+    /// documents. False if the read takes too long.
     async fn has_no_unowned_value(&self) -> Result<bool> {
         let is_unowned = |path: &&FieldPath| !self.before.paths.contains(&path.to_string());
         let paths: Vec<&FieldPath> = self.rule.owned().into_iter().filter(is_unowned).collect();

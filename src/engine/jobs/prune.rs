@@ -18,7 +18,7 @@ use crate::{
         statement,
     },
 };
-use denormd_model::{field_path::FieldPath, namespace::Namespace, position::ClusterTime, text::counted};
+use denormd_model::{namespace::Namespace, position::ClusterTime, text::counted};
 use denormd_mongo::{
     command::decoded,
     error::{Error, Result},
@@ -48,14 +48,9 @@ pub fn retired(plan: &Plan, known: &[(String, RuleRecord)], name: &str) -> Vec<R
     // another one that has owned the same path.
     let records = || known.iter().map(|(_, record)| record);
     let all = records().flat_map(|record| record.retired.iter().chain(last_written(record)));
-    let once: Vec<(&str, FieldPath)> = all.filter(|one| is_once(one) && !is_shadow(one)).flat_map(owned).collect();
-    let is_left = |retired: &Retired| {
-        let undone =
-            records().flat_map(|record| &record.undone).map(|undone| (undone.collection.as_str(), &undone.path));
-        let mut left = undone.chain(once.iter().map(|(collection, path)| (*collection, path)));
-        left.any(|(collection, path)| collection == retired.collection && path.overlaps_loosely(&retired.path))
-    };
-    found.retain(|retired| !is_left(retired));
+    let once: Vec<Retired> = all.filter(|definition| is_once(definition)).flat_map(written_with).collect();
+    let left: Vec<&Retired> = records().flat_map(|record| &record.undone).chain(&once).collect();
+    found.retain(|retired| !left.iter().any(|left| overlap(left, retired)));
     found
 }
 
@@ -73,40 +68,33 @@ fn last_written(record: &RuleRecord) -> Option<&Document> {
     (!record.awaits_agreement()).then_some(&record.definition)
 }
 
-/// The paths that a definition owns, each with the collection of its targets.
-fn owned(definition: &Document) -> Vec<(&str, FieldPath)> {
-    let target = definition.get_document("target").and_then(|target| target.get_str("collection"));
-    let Ok(collection) = target else { return Vec::new() };
-    owned_paths(definition).into_iter().map(|path| (collection, path)).collect()
+/// The fields that a rule with this definition writes. A rule in shadow writes none: the values belong to the application.
+fn written_with(definition: &Document) -> Vec<Retired> {
+    let Ok(target) = definition.get_document("target") else { return Vec::new() };
+    let Ok(collection) = target.get_str("collection") else { return Vec::new() };
+    if definition.get_bool("shadow").unwrap_or_default() {
+        return Vec::new();
+    }
+    let filter = target.get_document("where").ok();
+    let field = |path| Retired { collection: collection.to_owned(), path, filter: filter.cloned() };
+    owned_paths(definition).into_iter().map(field).collect()
 }
 
-/// The condition on the targets of a definition.
-fn filter_of(definition: &Document) -> Option<&Document> {
-    definition.get_document("target").and_then(|target| target.get_document("where")).ok()
-}
-
-fn is_shadow(definition: &Document) -> bool {
-    definition.get_bool("shadow").unwrap_or_default()
+/// True if two fields are the same or parts of each other, in documents of which some may be the same.
+fn overlap(one: &Retired, other: &Retired) -> bool {
+    one.collection == other.collection
+        && one.path.overlaps_loosely(&other.path)
+        && !exclude_each_other(one.filter.as_ref(), other.filter.as_ref())
 }
 
 /// The fields that a rule with this definition leaves behind: no rule of the plan owns them.
 #[must_use]
 pub fn left_by(plan: &Plan, definition: &Document) -> Vec<Retired> {
-    // A rule in shadow writes nothing: the values belong to the application.
-    if is_shadow(definition) {
-        return Vec::new();
-    }
     // A `once` rule leaves its values to the application: they cannot be distinguished from the application's own.
     if is_once(definition) {
         return Vec::new();
     }
-    let filter = filter_of(definition);
-    let paths = owned(definition).into_iter().map(|(collection, path)| Retired {
-        collection: collection.to_owned(),
-        path,
-        filter: filter.cloned(),
-    });
-    paths.filter(|retired| !is_owned(plan, retired)).collect()
+    written_with(definition).into_iter().filter(|retired| !is_owned(plan, retired)).collect()
 }
 
 /// True if a rule of the plan owns the path, or a part of it.
@@ -116,9 +104,7 @@ fn is_owned(plan: &Plan, retired: &Retired) -> bool {
 
 /// True if the rule owns the path, or a part of it, in the same documents.
 pub(super) fn owns(rule: &Rule, retired: &Retired) -> bool {
-    rule.target.namespace.to_string() == retired.collection
-        && rule.owned().into_iter().any(|owned| owned.overlaps_loosely(&retired.path))
-        && !exclude_each_other(rule.target.filter.as_ref(), retired.filter.as_ref())
+    written_by(rule).iter().any(|field| overlap(field, retired))
 }
 
 /// The reason why these fields must not be removed or written: a rule of another deployment owns one of them, as after a change of the
@@ -142,11 +128,7 @@ pub async fn owned_elsewhere(context: &Context, paths: &[Retired]) -> Result<Opt
 
 /// True if a rule with this record writes the path, or a part of it.
 fn writes(record: &RuleRecord, retired: &Retired) -> bool {
-    let Some(definition) = last_written(record).filter(|definition| !is_shadow(definition)) else { return false };
-    let overlaps = |(collection, path): &(&str, FieldPath)| {
-        *collection == retired.collection && path.overlaps_loosely(&retired.path)
-    };
-    owned(definition).iter().any(overlaps) && !exclude_each_other(filter_of(definition), retired.filter.as_ref())
+    last_written(record).into_iter().flat_map(written_with).any(|field| overlap(&field, retired))
 }
 
 /// Number of documents with the retired field.

@@ -137,7 +137,7 @@ impl Cause {
         match self {
             Self::NoPrimary => "no primary of the replica set answers",
             Self::LeaseUnreadable => {
-                "the lease cannot be read, taken or renewed, so it is not known which instance leads, or none does"
+                "the lease cannot be read, taken or renewed, so no instance leads, or it is not known which one does"
             }
             Self::Privilege => "the user of `mongodb.uri` lacks a privilege",
             Self::NoMajority => "writes take effect, but a majority does not acknowledge them",

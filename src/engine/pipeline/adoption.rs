@@ -58,7 +58,10 @@ async fn decision(
 ) -> Result<Option<Decision>> {
     let same = before.is_some_and(|record| record.runs(rule));
     let decisions = decisions_of(context);
-    if same && !(rule.adopt && before.is_some_and(RuleRecord::awaits_agreement)) {
+    let is_decided = same && !(rule.adopt && before.is_some_and(RuleRecord::awaits_agreement));
+    let owner = if is_decided || rule.shadow { None } else { owned_elsewhere(whole, &written_by(rule)).await? };
+    // An adopted rule stays blocked while a rule of another deployment owns its fields.
+    if is_decided || same && owner.is_some() {
         // Another definition was decided on and taken back before it ran. If it returns, its effect is counted again.
         if let Some(other) = decided.filter(|other| !rule.has_definition(other))
             && !is_in_force(context, rule, other).await?
@@ -84,7 +87,6 @@ async fn decision(
     };
     let earlier = earlier.filter(has_kept);
     let mut decision = Decision { definition: rule.definition.clone(), earlier, block: None };
-    let owner = if rule.shadow { None } else { owned_elsewhere(whole, &written_by(rule)).await? };
     if rule.adopt && owner.is_none() {
         decisions.agree(&rule.name, &rule.definition).await?;
         return Ok(Some(decision));

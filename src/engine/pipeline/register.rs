@@ -22,7 +22,10 @@ use denormd_model::{
     rule_state::{Adoption, BlockReason, RuleState},
 };
 use denormd_mongo::error::Result;
-use denormd_rules::{config::BackfillMode, plan::Rule};
+use denormd_rules::{
+    config::BackfillMode,
+    plan::{Rule, is_same_definition},
+};
 
 /// Records new and changed rules, and returns all rules.
 pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<Rules> {
@@ -67,14 +70,15 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
 
 /// Requests backfills of the rules whose documents another rule may have kept until now, because its source collection was lost, or
 /// because it had sources whose values it had not written: a rule that created documents in the same collection, and that leaves it
-/// or the config. The requests come before that is recorded, so that a start that ends in between makes them again. Returns true if
+/// or the config. A rule that awaited an agreement has kept documents, too. The requests come before that is recorded, so that a start that ends in between makes them again. Returns true if
 /// there are any.
 async fn release_documents(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<bool> {
     let mut are_some = false;
     for rule in &context.plan.rules {
         let deletes = rule.creates.as_ref().is_some_and(|creates| !creates.keeps);
         let collection = creates_in(&rule.definition).filter(|_| deletes);
-        let is_due = collection.is_some_and(|collection| is_left(context, known, collection));
+        let is_due = collection
+            .is_some_and(|collection| is_left(context, known, collection) || is_agreed(context, known, collection));
         if is_due && store.ask(&context.server, &rule.name).await? {
             tracing::info!(rule = %rule.name, "another rule no longer creates documents in its collection: it is backfilled");
             are_some = true;
@@ -103,6 +107,18 @@ fn is_left(context: &Context, known: &[(String, RuleRecord)], collection: &str) 
     known.iter().any(leaves) && staying.all(|rule| has_run(&rule))
 }
 
+/// True if a rule of this collection awaited an agreement, which has kept documents there, and may not await it any more.
+fn is_agreed(context: &Context, known: &[(String, RuleRecord)], collection: &str) -> bool {
+    known.iter().any(|(name, record)| {
+        let target = record.definition.get_document("target").and_then(|target| target.get_str("collection")).ok();
+        let is_decided_again =
+            || context.plan.named(name).is_none_or(|rule| rule.adopt || !rule.has_definition(&record.definition));
+        let begins = matches!(record.state, RuleState::Backfilling { after: None, in_sources: false, .. });
+        let has_agreement = record.agreed.as_ref().is_some_and(|agreed| is_same_definition(agreed, &record.definition));
+        target == Some(collection) && (record.state.awaits_agreement() && is_decided_again() || begins && has_agreement)
+    })
+}
+
 /// The collection in which a definition creates documents. A shadow rule creates none.
 fn creates_in(definition: &Document) -> Option<&str> {
     let is = |name: &str| definition.get_bool(name).unwrap_or_default();
@@ -123,7 +139,9 @@ async fn register(
     let block = decision.and_then(|decision| decision.block);
     let change = match before {
         None => "new rule",
-        Some(record) if rule.has_definition(&record.definition) => "the rule is back in the config",
+        Some(record) if record.definition.is_empty() || rule.has_definition(&record.definition) => {
+            "the rule is back in the config"
+        }
         Some(_) => "changed rule",
     };
     // A definition that was blocked has written nothing, so there is nothing to prune.

@@ -25,7 +25,10 @@ use std::{collections::HashSet, sync::Arc, time::Duration};
 use bson::{Bson, Document, doc};
 
 use crate::{
-    checkpoint::earlier::{is_agreement_awaited, sources_seen},
+    checkpoint::{
+        earlier::{is_agreement_awaited, sources_seen},
+        fan_out::FanOuts,
+    },
     dead_letter::DeadLetters,
     reconcile::{
         batch::{End, Item, Run, newest},
@@ -252,7 +255,8 @@ impl Context {
         if others.is_empty() || rule.creates.as_ref().is_none_or(|creates| creates.keeps) {
             return Ok(false);
         }
-        let DeadLetters { database, deployment, .. } = &self.dead_letters;
+        // Of this partition alone, if it is one: each is agreed to, and backfilled, on its own.
+        let FanOuts { database, deployment } = &self.fan_outs;
         is_agreement_awaited(&self.server, database, deployment, &others).await
     }
 

@@ -162,7 +162,7 @@ impl Run<'_> {
         };
         let written = sent.instrument(span.clone()).await;
         // A write that failed may have taken effect, and so may a part of a refused statement. A retry then changes nothing.
-        if !written.as_ref().is_ok_and(|written| written.refused.is_empty()) {
+        if !written.as_ref().is_ok_and(|written| written.refused.is_empty() && !written.is_uncertain) {
             counts.uncertain.fetch_add(1, Ordering::Relaxed);
         }
         let written = written?;
