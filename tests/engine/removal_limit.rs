@@ -20,7 +20,12 @@ async fn orders(test: &TestDb) {
     let db = test.database();
     let item = |id: i32| doc! {"_id": id, "price": 2, "name": "part", "tags": ["a"], "active": id < 3};
     db.collection("items").insert_many((1..4).map(item)).await.unwrap();
-    let order = |n: i32| doc! {"_id": n, "item": 1, "qty": 3, "items": [1, 2], "lines": [{"item": 1, "qty": 3}]};
+    let order = |n: i32| {
+        doc! {
+            "_id": n, "item": 1, "qty": 3, "items": [1, 2], "lines": [{"item": 1, "qty": 3}],
+            "boxes": [{"lines": [{"item": 1}]}, {"lines": [{"item": 2}]}],
+        }
+    };
     db.collection("orders").insert_many((0..30).map(order)).await.unwrap();
 }
 
@@ -38,6 +43,7 @@ async fn every_form_of_a_loss_counts() {
          set: { 'lines.$[].total': { $multiply: [$price, $$targetElement.qty] } }, otherwise: { 'lines.$[].total': 0 } }",
         "copy: { source: items, target: orders, match: { 'lines.$[].item': _id }, set: { 'lines.$[].name': $name }, \
          otherwise: { 'lines.$[].name': unknown } }",
+        "copy: { source: items, target: orders, match: { 'boxes.$[].lines.$[].item': _id }, set: { 'boxes.$[].lines.$[].name': $name } }",
         "copy: { source: items, target: orders, match: { item: _id }, \
          set: { total: { $multiply: [$price, $$target.qty] }, tags: $tags }, otherwise: { total: 0, tags: [] } }",
         "copy: { source: items, target: orders, match: { item: _id }, set: { tags: $tags }, otherwise: { tags: [] } }",
@@ -71,13 +77,16 @@ async fn what_otherwise_says_is_nothing_to_lose() {
          set: { tags: $tags, total: { $multiply: [$price, $$target.qty] } }, otherwise: { tags: [], total: 0 } }",
         "copy: { source: { collection: items, where: { active: true } }, target: orders, match: { 'lines.$[].item': _id }, \
          set: { 'lines.$[].total': $$targetElement.qty }, otherwise: { 'lines.$[].total': $$targetElement.list } }",
+        "copy: { source: { collection: items, where: { active: true } }, target: orders, \
+         match: { 'boxes.$[].lines.$[].item': _id }, set: { 'boxes.$[].lines.$[].name': $name }, on_missing: 'null' }",
     ] {
         let test = denormd_fixture::database().await;
         orders(&test).await;
         let db = test.database();
         let orders = db.collection::<Document>("orders");
         let lines = vec![doc! {"item": 3, "qty": 1, "list": 5}, doc! {"item": 3, "qty": 2, "list": 9}];
-        orders.update_many(doc! {}, doc! {"$set": {"item": 3, "lines": lines}}).await.unwrap();
+        let boxes = vec![doc! {"lines": &lines}, doc! {"lines": [{"item": 2}, {"item": 3}]}];
+        orders.update_many(doc! {}, doc! {"$set": {"item": 3, "lines": lines, "boxes": boxes}}).await.unwrap();
         let daemon = with_limit(&test, rule).await;
         daemon.settled().await;
         for price in 3..6 {
@@ -89,6 +98,32 @@ async fn what_otherwise_says_is_nothing_to_lose() {
         daemon.start_backfill("r").await;
         daemon.settled().await;
         assert_eq!(daemon.progress().borrow().states[0], RuleState::Live, "{rule}");
+        daemon.stop().await;
+    }
+}
+
+/// Each order with a reference that found no source counted whenever another of its sources was renamed.
+#[tokio::test]
+async fn a_new_value_from_one_of_several_sources_is_no_loss() {
+    for rule in [
+        "copy: { source: items, target: orders, match: { 'lines.$[].item': _id }, set: { 'lines.$[].name': $name, first: $name } }",
+        "copy: { source: items, target: orders, match: { 'items.$[]': _id }, set: { first: $name }, otherwise: { first: none } }",
+    ] {
+        let test = denormd_fixture::database().await;
+        orders(&test).await;
+        let db = test.database();
+        let set = doc! {"$set": {"items": [1, 99], "lines": [{"item": 1}, {"item": 99}]}};
+        db.collection::<Document>("orders").update_many(doc! {}, set).await.unwrap();
+        let daemon = with_limit(&test, rule).await;
+        daemon.settled().await;
+        let renamed = doc! {"$set": {"name": "new"}};
+        db.collection::<Document>("items").update_one(doc! {"_id": 1}, renamed).await.unwrap();
+        daemon.settled().await;
+        let orders = db.collection::<Document>("orders");
+        assert_eq!(orders.count_documents(doc! {"first": "new"}).await.unwrap(), 30, "{rule}");
+        // This is one.
+        db.collection::<Document>("items").delete_one(doc! {"_id": 1}).await.unwrap();
+        is_blocked(&daemon).await;
         daemon.stop().await;
     }
 }

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use bson::{Bson, Document, doc};
+use bson::{Bson, DateTime, Document, doc};
 use denormd_engine::{
     checkpoint::store::Store,
     jobs::check::{Check, Scope},
@@ -30,11 +30,31 @@ async fn audited(context: &Context) -> u64 {
 
 /// A check of the only rule: the number of targets that differ, and of those that cannot be computed.
 async fn checked(context: &Context) -> (u64, u64) {
+    checked_within(context, Scope::default()).await
+}
+
+async fn checked_within(context: &Context, scope: Scope) -> (u64, u64) {
     let dead_letters = &context.dead_letters;
     let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
-    let mut check = Check::new(context, &store, &context.plan.rules[0], Scope::default()).await.unwrap();
+    let mut check = Check::new(context, &store, &context.plan.rules[0], scope).await.unwrap();
     while check.next().await.unwrap().is_some() {}
     (check.tally.differing, check.tally.refused)
+}
+
+/// The documents of sources without a usable key were not compared, and `check` and the audit said that nothing differs.
+#[tokio::test]
+async fn a_source_whose_document_is_unknown_is_counted() {
+    let test = denormd_fixture::database().await;
+    let day = DateTime::from_millis(1_709_942_400_000);
+    insert(&test.database(), "sales", [doc! {"_id": 1, "at": day}, doc! {"_id": 2, "at": "2024-03-09"}]).await;
+    insert(&test.database(), "daily", [doc! {"_id": day, "n": 1}]).await;
+    let rule = "aggregate: { source: sales, target: { collection: daily, create: true }, \
+        match: { _id: { $dateTrunc: { date: $at, unit: day } } }, set: { n: { $sum: 1 } } }";
+    let context = context(&config(&test, &format!("  - {{ name: r, allow_scan: true, {rule} }}"))).await;
+    assert_eq!(checked(&context).await, (0, 1));
+    assert_eq!(checked_within(&context, Scope { sample: Some(10), ..Scope::default() }).await, (0, 1));
+    assert_eq!(audited(&context).await, 0);
+    assert_eq!(context.published.borrow().audits["r"].last_unknown, 1);
 }
 
 async fn insert(db: &Database, collection: &str, documents: impl IntoIterator<Item = Document>) {

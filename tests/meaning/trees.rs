@@ -404,6 +404,27 @@ async fn a_document_that_a_circle_loses_is_written() {
     daemon.stop().await;
 }
 
+/// The request for the other members of an opened circle may be lost, and a dead letter that was tried often waited for an hour.
+#[tokio::test]
+async fn a_dead_letter_of_a_tree_is_retried_within_a_minute() {
+    let test = denormd_fixture::database().await;
+    let categories = test.database().collection::<Document>("c");
+    categories.insert_many([node(1, 2, "a"), node(2, 1, "b")]).await.unwrap();
+    let daemon = Daemon::start(&test, &plain(PATH)).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    assert_eq!(dead_letters(&test).await.len(), 1);
+    let tried =
+        doc! {"$set": {"attempts": 11, "last": DateTime::from_millis(DateTime::now().timestamp_millis() - 61_000)}};
+    test.beside("state").collection::<Document>("dead_letters").update_one(doc! {}, tried).await.unwrap();
+    let daemon = Daemon::start(&test, &plain(PATH)).await;
+    until("it is tried again", async || {
+        dead_letters(&test).await[0].get_i32("attempts").is_ok_and(|tried| tried == 12).then_some(())
+    })
+    .await;
+    daemon.stop().await;
+}
+
 /// "`max_depth` bounds the work: beyond it a dead letter, the subtree below untouched."
 #[tokio::test]
 async fn a_document_with_too_many_ancestors_keeps_its_values() {

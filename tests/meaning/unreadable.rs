@@ -205,6 +205,27 @@ async fn a_refusal_whose_text_is_cut_within_a_character_stops_nothing_else() {
     daemon.stop().await;
 }
 
+/// The same where a key has several statements in one command.
+#[tokio::test(flavor = "multi_thread")]
+async fn such_a_refusal_of_one_of_several_statements_stops_nothing_else() {
+    let test = denormd_fixture::database().await;
+    insert(&test, "parts", doc! {"_id": 1, "name": "n"}).await;
+    let rule = "  - { name: names, copy: { source: parts, target: products, match: { part: _id }, set: { copy.name: $name, copy.label: $name }, once: true } }";
+    let daemon = Daemon::start(&test, rule).await;
+    daemon.settled().await;
+    let mut products: Vec<Document> = (0..20).map(|id| doc! {"_id": id, "part": 1}).collect();
+    // In one of them, the 70th byte is the first half of a character.
+    let long = "ä".repeat(200);
+    products[5].insert("copy", &long);
+    products[15].insert("copy", format!("a{long}"));
+    run(&test, doc! {"insert": "products", "documents": products}).await;
+    daemon.settled().await;
+    let filled = doc! {"count": "products", "query": {"copy.name": "n", "copy.label": "n"}};
+    assert_eq!(run(&test, filled).await.get_i32("n").unwrap(), 18);
+    assert_eq!(dead_letters(&test).await, 2);
+    daemon.stop().await;
+}
+
 /// The fan-out job of such a key once counted as done before it began, and a retry of its dead letter deleted the letter.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_that_is_not_utf8_has_fan_out_jobs_and_dead_letters() {

@@ -50,7 +50,7 @@ pub async fn ready(loaded: &Loaded, context: &Arc<Context>, gone: &[&str]) -> Re
     let is_planned = |name: &str| context.plan.named(name).is_some();
     let known = store.standing(&context.server).await?.into_iter();
     // A rule that is blocked before its first write is not removed with the others: it has written nothing.
-    let runs = known.filter(|(_, record)| record.state != RuleState::Removed && !record.awaits_agreement());
+    let runs = known.filter(|(_, record)| record.state != RuleState::Removed && !record.state.awaits_agreement());
     let runs = runs.map(|(name, _)| name);
     let lacking: Vec<String> = runs.filter(|name| !is_planned(name) && !gone.contains(&name.as_str())).collect();
     if !lacking.is_empty() {

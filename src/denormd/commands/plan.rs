@@ -19,7 +19,7 @@ use denormd_engine::{
         inspection,
         suspicion::{Doubts, doubts, suspicions, without_a_server},
     },
-    jobs::prune::{owned_elsewhere, written_by},
+    jobs::prune::{OtherDeployments, written_by},
     metrics::Metrics,
     preflight::{self, Finding},
 };
@@ -119,13 +119,14 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOption
         suspected.retain(|mistake| mistake.at != at || mistake.message != finding.message);
         place(loaded, output, Mistake::new(at, ""), finding);
     }
+    let others = OtherDeployments::default();
     for inspection in &live.inspections {
         let Some(rule) = plan.named(&inspection.rule) else { continue };
         // A rule that already runs with this definition has been agreed to.
         if rule.shadow || earlier.get(&rule.name).is_some_and(|before| rule.has_definition(before)) {
             continue;
         }
-        let owner = owned_elsewhere(&context, &written_by(rule)).await?;
+        let owner = others.owner(&context, &written_by(rule)).await?;
         let effect = blocked(rule, inspection, earlier.get(&rule.name), &suspected);
         let why: Vec<String> = owner.into_iter().chain(effect).collect();
         if !why.is_empty() {

@@ -22,7 +22,7 @@ pub async fn definitions(server: &Server, database: &str, deployment: &str) -> R
         records => records?,
     };
     // A definition that is blocked for its effect on existing data has written nothing.
-    let has_written = |record: &RuleRecord| record.state != RuleState::Removed && !record.awaits_agreement();
+    let has_written = |record: &RuleRecord| record.state != RuleState::Removed && !record.state.awaits_agreement();
     let ran = records.into_iter().filter(|(_, record)| has_written(record));
     Ok(ran.map(|(rule, record)| (rule, record.definition)).collect())
 }
@@ -46,7 +46,7 @@ pub(crate) async fn is_agreement_awaited(
 ) -> Result<bool> {
     match records(server, database, deployment, doc! {"_id.rule": {"$in": rules}, "block.kind": "adoption"}).await {
         Err(error) if error.kind == Kind::Privilege => Ok(false),
-        records => Ok(records?.iter().any(|(_, record)| record.awaits_agreement())),
+        records => Ok(records?.iter().any(|(_, record)| record.state.awaits_agreement())),
     }
 }
 

@@ -95,13 +95,6 @@ impl RuleRecord {
         self.state != RuleState::Removed && rule.has_definition(&self.definition)
     }
 
-    /// True if the rule is blocked for its effect on existing data, or will be at the end of its pause: its definition has written
-    /// nothing.
-    #[must_use]
-    pub fn awaits_agreement(&self) -> bool {
-        self.state.awaits_agreement()
-    }
-
     /// Merges the records of two partitions: the more urgent state, and only the progress that both have made.
     pub(super) fn join(&mut self, other: Self) {
         let other_is_worse = other.state.outranks(&self.state);

@@ -297,15 +297,15 @@ fn moved(doc: &Document, id: &str) -> Document {
     doc
 }
 
-/// Rule, task, key and target of a dead letter. Keys are equal as the server's index on `_id` sees them: 1 and 1.0 are.
-fn identity(dead_letter: &Document) -> (String, String, Key, Key) {
+/// Rule, task, key, target and circle of a dead letter. Keys are equal as the server's index on `_id` sees them: 1 and 1.0 are.
+fn identity(dead_letter: &Document) -> (String, String, Key, Key, Key) {
     let text = |name| part(dead_letter, name).unwrap_or_default().to_owned();
     // One that cannot be read is carried over, too.
     let key = |name| match dead_letter.get_document("_id").ok().and_then(|id| id.get(name)) {
         Some(Bson::Array(values)) => Key::new(values.clone()),
         other => Key::new(other.cloned().into_iter().collect()),
     };
-    (text("rule"), text("task"), key("key"), key("target"))
+    (text("rule"), text("task"), key("key"), key("target"), key("circle"))
 }
 
 /// True if this partition retries the dead letter.

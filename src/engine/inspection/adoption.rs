@@ -415,7 +415,7 @@ pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, at_
     }
     // Without an index yet, fewer targets are compared than the daemon will compare.
     let is_partial = rule.may_delete() && !at_once && counting.out.figures.basis != Basis::All;
-    let is_unknown = is_partial && !(before.deletes && counting.has_no_unowned_value().await?);
+    let is_unknown = is_partial && (!before.deletes || counting.may_have_foreign_values().await?);
     counting.out.figures.deletes_unknown = is_unknown;
     counting.references().await?;
     counting.out.figures.inserts = super::created::inserts(context, rule).await?;
@@ -530,13 +530,13 @@ impl Counting<'_> {
         }
     }
 
-    /// True if no target has a value on a path that the rule owns now and did not own before; always true for a rule that creates no
-    /// documents. False if the read takes too long.
-    async fn has_no_unowned_value(&self) -> Result<bool> {
-        let is_unowned = |path: &&FieldPath| !self.before.paths.contains(&path.to_string());
-        let paths: Vec<&FieldPath> = self.rule.owned().into_iter().filter(is_unowned).collect();
+    /// True if a document of a rule that creates its targets has a value on a path that the rule did not own before, or if the read
+    /// takes too long to tell.
+    async fn may_have_foreign_values(&self) -> Result<bool> {
+        let is_new = |path: &&FieldPath| !self.before.paths.contains(&path.to_string());
+        let paths: Vec<&FieldPath> = self.rule.owned().into_iter().filter(is_new).collect();
         if self.rule.creates.is_none() || paths.is_empty() {
-            return Ok(true);
+            return Ok(false);
         }
         let Namespace { database, collection } = &self.rule.target.namespace;
         let find = doc! {
@@ -544,8 +544,8 @@ impl Counting<'_> {
             "collation": read::simple_collation(),
         };
         match self.context.server.read(database, find, self.after).await {
-            Ok(found) => Ok(found.is_empty()),
-            Err(error) if error.kind == Kind::ReadTimedOut => Ok(false),
+            Ok(found) => Ok(!found.is_empty()),
+            Err(error) if error.kind == Kind::ReadTimedOut => Ok(true),
             Err(error) => Err(error),
         }
     }

@@ -98,6 +98,8 @@ impl Round {
 /// A page of targets to compare.
 struct Page {
     targets: Vec<RawDocumentBuf>,
+    /// Number of sources whose documents are unknown.
+    unusable: u64,
     /// Number of documents read.
     read: u64,
     last: Option<Bson>,
@@ -155,7 +157,7 @@ impl Audit<'_> {
             }
             let read = page.read;
             round.compared += read;
-            round.unknown += failing;
+            round.unknown += failing + page.unusable;
             round.ended = page.last.is_none() && (round.in_sources || self.rule.creates.is_none());
             round.in_sources |= page.last.is_none();
             round.after = page.last;
@@ -173,10 +175,11 @@ impl Audit<'_> {
         let (after, most) = (round.after.as_ref(), self.pace.page());
         if round.in_sources {
             let page = self.context.sources_of_documents(self.rule, after, most, time).await?;
-            return Ok(Page { targets: encoded(&page.absent)?, read: page.read, last: page.last });
+            let unusable = page.unusable.len() as u64;
+            return Ok(Page { targets: encoded(&page.absent)?, unusable, read: page.read, last: page.last });
         }
         let page = scan::page(self.context, self.rule, &projection(self.rule), after, most, time).await?;
-        Ok(Page { read: page.targets.len() as u64, targets: page.targets, last: page.last })
+        Ok(Page { read: page.targets.len() as u64, targets: page.targets, unusable: 0, last: page.last })
     }
 
     /// Publishes the progress of the round.

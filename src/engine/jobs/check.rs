@@ -126,6 +126,8 @@ struct Position {
 /// Targets that were read after `time`.
 struct Page {
     targets: Vec<RawDocumentBuf>,
+    /// Number of sources whose documents are unknown.
+    unusable: u64,
     time: ClusterTime,
     /// The position after them.
     position: Position,
@@ -213,7 +215,7 @@ impl<'a> Check<'a> {
 
     /// Compares the next page, and reads the one after it meanwhile.
     async fn compare_page(&mut self) -> Result<()> {
-        let Page { targets, time, position } = match self.ahead.take() {
+        let Page { targets, unusable, time, position } = match self.ahead.take() {
             Some(page) => page,
             None => self.reading.next().await?,
         };
@@ -227,8 +229,8 @@ impl<'a> Check<'a> {
         };
         let ahead = async { if position.done { Ok(None) } else { self.reading.next().await.map(Some) } };
         let (refused, ahead) = tokio::try_join!(compared, ahead)?;
-        // Targets whose expressions fail have dead letters.
-        self.tally.refused += refused;
+        // Targets whose expressions fail, and sources without a usable key, have dead letters.
+        self.tally.refused += refused + unusable;
         self.tally.compared += targets.len() as u64;
         (self.position, self.ahead, self.saved) = (position, ahead, false);
         Ok(())
@@ -325,26 +327,26 @@ impl Reading<'_> {
     /// Reads the next page, which may be empty.
     async fn next(&mut self) -> Result<Page> {
         let time = self.context.server.operation_time().await?;
-        let targets = match &mut self.sample {
+        let (targets, unusable) = match &mut self.sample {
             Some(sample) => match sample.targets.next().await? {
-                Some(rows) => rows,
+                Some(rows) => (rows, 0),
                 None => {
                     self.position.done = true;
-                    encoded(&absent_in_sample(self.context, self.rule, sample.sources, time).await?)?
+                    sample_of_sources(self.context, self.rule, sample.sources, time).await?
                 }
             },
             None => self.next_of_all(time).await?,
         };
-        Ok(Page { targets, time, position: self.position.clone() })
+        Ok(Page { targets, unusable, time, position: self.position.clone() })
     }
 
-    async fn next_of_all(&mut self, time: ClusterTime) -> Result<Vec<RawDocumentBuf>> {
+    async fn next_of_all(&mut self, time: ClusterTime) -> Result<(Vec<RawDocumentBuf>, u64)> {
         let Position { after, in_sources, done } = &mut self.position;
         if *in_sources {
             let page = self.context.sources_of_documents(self.rule, after.as_ref(), SOURCES, time).await?;
             *done = page.last.is_none();
             *after = page.last;
-            return encoded(&page.absent);
+            return Ok((encoded(&page.absent)?, page.unusable.len() as u64));
         }
         let page = scan::page(self.context, self.rule, &projection(self.rule), after.as_ref(), PAGE, time).await?;
         *done = page.last.is_none() && self.rule.creates.is_none();
@@ -352,7 +354,7 @@ impl Reading<'_> {
         if page.last.is_some() || *in_sources {
             *after = page.last;
         }
-        Ok(page.targets)
+        Ok((page.targets, 0))
     }
 }
 
@@ -390,10 +392,15 @@ async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
     context.server.pages(&rule.target.namespace.database, command, ClusterTime::default()).await
 }
 
-/// Stand-ins for the documents that some sources should have and do not have.
-async fn absent_in_sample(context: &Context, rule: &Rule, size: u64, time: ClusterTime) -> Result<Vec<Document>> {
+/// Stand-ins for the documents that some sources should have and do not have, and the number of sources whose documents are unknown.
+async fn sample_of_sources(
+    context: &Context,
+    rule: &Rule,
+    size: u64,
+    time: ClusterTime,
+) -> Result<(Vec<RawDocumentBuf>, u64)> {
     if size == 0 {
-        return Ok(Vec::new());
+        return Ok((Vec::new(), 0));
     }
     let size = i64::try_from(size).unwrap_or(i64::MAX);
     let mut stages: Vec<Document> =
@@ -401,11 +408,13 @@ async fn absent_in_sample(context: &Context, rule: &Rule, size: u64, time: Clust
     stages.extend([doc! {"$sample": {"size": size}}, doc! {"$project": rule.reference.projection(Role::Source)}]);
     let command = read::command(&rule.source.namespace.collection, stages);
     let mut pages = context.server.pages(&rule.source.namespace.database, command, ClusterTime::default()).await?;
-    let mut absent = Vec::new();
+    let (mut absent, mut unusable) = (Vec::new(), 0);
     while let Some(page) = pages.next().await? {
-        absent.extend(context.documents_of(rule, &decoded(&page)?, time).await?.absent);
+        let found = context.documents_of(rule, &decoded(&page)?, time).await?;
+        absent.extend(encoded(&found.absent)?);
+        unusable += found.unusable.len() as u64;
     }
-    Ok(absent)
+    Ok((absent, unusable))
 }
 
 /// The report on a target that differs, and the target's references.

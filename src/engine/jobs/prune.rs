@@ -2,6 +2,7 @@
 //! owns.
 
 use bson::{Bson, Document, doc, oid::ObjectId};
+use tokio::sync::OnceCell;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -65,7 +66,7 @@ pub fn written_by(rule: &Rule) -> Vec<Retired> {
 /// The definition by which a rule last wrote. One that was blocked before its first write has written nothing: the values belong to
 /// the application.
 fn last_written(record: &RuleRecord) -> Option<&Document> {
-    (!record.awaits_agreement()).then_some(&record.definition)
+    (!record.state.awaits_agreement()).then_some(&record.definition)
 }
 
 /// The fields that a rule with this definition writes. A rule in shadow writes none: the values belong to the application.
@@ -107,23 +108,31 @@ pub(super) fn owns(rule: &Rule, retired: &Retired) -> bool {
     written_by(rule).iter().any(|field| overlap(field, retired))
 }
 
-/// The reason why these fields must not be removed or written: a rule of another deployment owns one of them, as after a change of the
-/// deployment's name. Only deployments with a leader count: the state of a deployment that was removed may still exist.
-pub async fn owned_elsewhere(context: &Context, paths: &[Retired]) -> Result<Option<String>> {
-    if paths.is_empty() {
-        return Ok(None);
-    }
-    let (server, dead_letters) = (&context.server, &context.dead_letters);
-    let (database, deployment) = (&dead_letters.database, &dead_letters.deployment);
-    for (id, rule, record) in earlier::of_other_deployments(server, database, deployment).await? {
-        let Some(retired) = paths.iter().find(|retired| writes(&record, retired)) else { continue };
-        if lease::is_held(server, database, std::slice::from_ref(&id)).await? {
-            let Retired { collection, path, .. } = retired;
-            let other = id.split('#').next().unwrap_or_default();
-            return Ok(Some(format!("rule `{rule}` of the deployment `{other}` owns `{path}` of `{collection}`")));
+/// The rules of the other deployments in the same state database: the id of the deployment or partition, the rule's name and its
+/// record. They are read once, when they are first needed.
+#[derive(Debug, Default)]
+pub struct OtherDeployments(OnceCell<Vec<(String, String, RuleRecord)>>);
+
+impl OtherDeployments {
+    /// The reason why these fields must not be removed or written: a rule of another deployment owns one of them, as after a change of
+    /// the deployment's name. Only deployments with a leader count: the state of a deployment that was removed may still exist.
+    pub async fn owner(&self, context: &Context, paths: &[Retired]) -> Result<Option<String>> {
+        if paths.is_empty() {
+            return Ok(None);
         }
+        let (server, dead_letters) = (&context.server, &context.dead_letters);
+        let (database, deployment) = (&dead_letters.database, &dead_letters.deployment);
+        let read = || earlier::of_other_deployments(server, database, deployment);
+        for (id, rule, record) in self.0.get_or_try_init(read).await? {
+            let Some(retired) = paths.iter().find(|retired| writes(record, retired)) else { continue };
+            if lease::is_held(server, database, std::slice::from_ref(id)).await? {
+                let Retired { collection, path, .. } = retired;
+                let other = id.split('#').next().unwrap_or_default();
+                return Ok(Some(format!("rule `{rule}` of the deployment `{other}` owns `{path}` of `{collection}`")));
+            }
+        }
+        Ok(None)
     }
-    Ok(None)
 }
 
 /// True if a rule with this record writes the path, or a part of it.
@@ -155,7 +164,7 @@ pub async fn carry_out(
             taken.path, taken.collection
         )));
     }
-    if let Some(owner) = owned_elsewhere(context, paths).await? {
+    if let Some(owner) = OtherDeployments::default().owner(context, paths).await? {
         return Ok(RequestOutcome::Refused(owner));
     }
     // Every partition receives the request. One of them writes, once no other has a rule that owns the paths.

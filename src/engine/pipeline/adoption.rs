@@ -16,7 +16,7 @@ use crate::{
         adoption::{Basis, EarlierWrites, Figures, Standing, figures},
         suspicion::suspicions,
     },
-    jobs::prune::{owned_elsewhere, written_by},
+    jobs::prune::{OtherDeployments, written_by},
     reconcile::Context,
 };
 use denormd_model::{
@@ -41,25 +41,26 @@ pub(super) async fn decide(context: &Context, known: &[(String, RuleRecord)]) ->
     // The decision covers the whole rule, not only this partition's keys.
     let whole = &context.whole();
     let decided = &decisions_of(context).definitions().await?;
+    let others = &OtherDeployments::default();
     let one = |rule: &Arc<Rule>| {
         let rule = rule.clone();
         let before = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record.clone());
-        async move { decision(context, whole, &rule, before.as_ref(), decided.get(&rule.name)).await }
+        async move { decision(context, (whole, others), &rule, before.as_ref(), decided.get(&rule.name)).await }
     };
     stream::iter(&context.plan.rules).map(one).buffered(AT_ONCE).try_collect().await
 }
 
 async fn decision(
     context: &Context,
-    whole: &Context,
+    (whole, others): (&Context, &OtherDeployments),
     rule: &Rule,
     before: Option<&RuleRecord>,
     decided: Option<&Document>,
 ) -> Result<Option<Decision>> {
     let same = before.is_some_and(|record| record.runs(rule));
     let decisions = decisions_of(context);
-    let is_decided = same && !(rule.adopt && before.is_some_and(RuleRecord::awaits_agreement));
-    let owner = if is_decided || rule.shadow { None } else { owned_elsewhere(whole, &written_by(rule)).await? };
+    let is_decided = same && !(rule.adopt && before.is_some_and(|record| record.state.awaits_agreement()));
+    let owner = if is_decided || rule.shadow { None } else { others.owner(whole, &written_by(rule)).await? };
     // An adopted rule stays blocked while a rule of another deployment owns its fields.
     if is_decided || same && owner.is_some() {
         // Another definition was decided on and taken back before it ran. If it returns, its effect is counted again.
@@ -75,7 +76,7 @@ async fn decision(
         return Ok(Some(decision));
     }
     let earlier = match before {
-        Some(record) if record.awaits_agreement() => {
+        Some(record) if record.state.awaits_agreement() => {
             last.filter(|last| is_same_definition(&last.definition, &record.definition)).and_then(|last| last.earlier)
         }
         before => before.map(|record| record.definition.clone()),

@@ -46,7 +46,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                 let begins = matches!(record.state, RuleState::Backfilling { after: None, in_sources: false, .. });
                 // With kept values, the dead letters and jobs tell where the application's values still are.
                 let has_kept = record.keeping.as_ref().is_some_and(|keeping| !keeping.passed.is_empty());
-                if (begins || record.awaits_agreement()) && !has_kept {
+                if (begins || record.state.awaits_agreement()) && !has_kept {
                     forget_work(context, rule).await?;
                 }
                 keep::resume(context, rule, record.keeping.clone()).await?;
@@ -70,8 +70,8 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
 
 /// Requests backfills of the rules whose documents another rule may have kept until now, because its source collection was lost, or
 /// because it had sources whose values it had not written: a rule that created documents in the same collection, and that leaves it
-/// or the config. A rule that awaited an agreement has kept documents, too. The requests come before that is recorded, so that a start that ends in between makes them again. Returns true if
-/// there are any.
+/// or the config. A rule that awaited an agreement has kept documents, too. The requests come before that is recorded, so that a start
+/// that ends in between makes them again. Returns true if there are any.
 async fn release_documents(context: &Context, store: &Store, known: &[(String, RuleRecord)]) -> Result<bool> {
     let mut are_some = false;
     for rule in &context.plan.rules {
@@ -93,14 +93,14 @@ fn is_left(context: &Context, known: &[(String, RuleRecord)], collection: &str) 
     let leaves = |(name, record): &(String, RuleRecord)| {
         let stays = context.plan.named(name).is_some_and(|rule| is_in(&rule.definition));
         // The record of a blocked definition does not change when the rule leaves the config: each start would ask again.
-        record.state != RuleState::Removed && !record.awaits_agreement() && is_in(&record.definition) && !stays
+        record.state != RuleState::Removed && !record.state.awaits_agreement() && is_in(&record.definition) && !stays
     };
     // The first backfill of a new rule, or of one that is blocked, covers the documents of all. It may be the same rule with another
     // name, and then they are not to be deleted before somebody has agreed.
     let has_run = |rule: &&Arc<Rule>| {
         let record = known.iter().find(|(name, _)| *name == rule.name).map(|(_, record)| record);
         record.is_some_and(|record| {
-            record.runs(rule) && !record.awaits_agreement() && record.state != RuleState::AwaitingBackfill
+            record.runs(rule) && !record.state.awaits_agreement() && record.state != RuleState::AwaitingBackfill
         })
     };
     let mut staying = context.plan.rules.iter().filter(|rule| is_in(&rule.definition));
@@ -145,7 +145,7 @@ async fn register(
         Some(_) => "changed rule",
     };
     // A definition that was blocked has written nothing, so there is nothing to prune.
-    let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !record.awaits_agreement();
+    let changed = |record: &&RuleRecord| !rule.has_definition(&record.definition) && !record.state.awaits_agreement();
     if let Some(record) = before.filter(changed) {
         store.retire(&context.server, &rule.name, &record.definition).await?;
     }
@@ -185,7 +185,7 @@ async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleR
         // A definition that is blocked has written nothing: it does not count as the rule's last one. A pause ends with the rule.
         // Values that the application writes while the rule is absent belong to the application, so an earlier decision does not
         // count.
-        if record.awaits_agreement() {
+        if record.state.awaits_agreement() {
             decisions_of(context).forget(name).await?;
             store.forget_blocked(&context.server, name).await?;
             store.resume(&context.server, name).await?;

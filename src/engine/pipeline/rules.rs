@@ -251,11 +251,8 @@ impl Pipeline {
                 }
                 // Until now, the fields of this rule have kept documents.
                 if matches!(reason, BlockReason::Adoption(_)) {
-                    let target = &context.plan.rule(rule).target.namespace;
-                    let deletes = |other: &&Arc<Rule>| other.creates.as_ref().is_some_and(|creates| !creates.keeps);
-                    let others = context.plan.rules.iter().filter(|other| other.target.namespace == *target);
-                    for other in others.filter(|other| other.id != rule).filter(deletes) {
-                        self.change(other.id, Change::Backfill, None);
+                    for other in creators_beside(&context.plan, rule) {
+                        self.change(other, Change::Backfill, None);
                     }
                 }
                 tracing::info!(rule = %name, "the rule is unblocked");
@@ -311,6 +308,14 @@ impl Pipeline {
             }
         }
     }
+}
+
+/// The other rules that insert and delete documents in the rule's collection.
+fn creators_beside(plan: &Plan, rule: RuleId) -> impl Iterator<Item = RuleId> {
+    let target = &plan.rule(rule).target.namespace;
+    let deletes = |other: &&Arc<Rule>| other.creates.as_ref().is_some_and(|creates| !creates.keeps);
+    let beside = plan.rules.iter().filter(move |other| other.target.namespace == *target && other.id != rule);
+    beside.filter(deletes).map(|other| other.id)
 }
 
 /// The rules with their source or target in a database.

@@ -64,7 +64,11 @@ impl Run<'_> {
             let compared = compare::one(self.rule, &rows, &read.target, read.references.clone(), &|_| true)?;
             let differences = compared.differences().filter(|one| !(self.detached && dangles(one)));
             let differences: Vec<Difference> = differences.cloned().collect();
-            if differences.iter().any(|one| dangles(one) && loses(self.rule, one)) {
+            // Beside the array, one reference that finds its source gives the value, unless each gives an element of it.
+            let is_one = self.rule.of_target.is_none() && !matches!(self.rule.values, Values::Into { .. });
+            let has_source = is_one && dangling.len() < read.references.iter().flatten().count();
+            let is_given = |one: &Difference| has_source && one.element.is_none();
+            if differences.iter().any(|one| dangles(one) && loses(self.rule, one) && !is_given(one)) {
                 losing.push((nth, self.loss(&item.key, compared.fingerprint())));
             }
             found.push(TargetDifferences { nth, read, differences });
@@ -135,7 +139,7 @@ impl Run<'_> {
     }
 }
 
-/// True if a value is lost where no source matches. A value of several sources does not count.
+/// True if a value is lost where no source matches. One that is computed from several sources does not count.
 fn loses(rule: &Rule, Difference { expected, stored, .. }: &Difference) -> bool {
     match (&rule.values, expected, stored) {
         (Values::Set { .. }, _, stored) => !matches!(stored, None | Some(RawBson::Null)),

@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, iter};
 use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 
 use crate::request::Task;
-use denormd_model::{field_path::FieldPath, key::Key};
+use denormd_model::{
+    field_path::{FieldPath, Segment},
+    key::Key,
+};
 use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::{
     config::OnEmpty,
@@ -1069,25 +1072,22 @@ pub fn has_values(rule: &Rule, keys: &[&Key], without: &[Option<RawBson>]) -> Do
     let values = |paths: Vec<(String, &FieldPath)>| {
         doc! {"$or": paths.into_iter().map(|(query, path)| has_value(query, path)).collect::<Vec<_>>()}
     };
-    let each = rule.reference.target_each.as_ref().filter(|each| each.to_string().matches("$[]").count() == 1);
-    let (Some(each), [pair]) = (each, rule.reference.pairs.as_slice()) else {
-        let of_path = |path: &FieldPath| match path.query() {
-            // In nested arrays, a path without a condition of its own may match another element.
-            query if path.has_each() => doc! {query: {"$exists": true}},
-            query => has_value(query, path),
-        };
-        return doc! {"$or": owned.iter().copied().map(of_path).collect::<Vec<_>>()};
+    let below = |path: &FieldPath| {
+        let each = rule.reference.target_each.as_ref()?;
+        Some(path.below(each)?.iter().filter_map(Segment::name).collect::<Vec<_>>().join("."))
     };
-    let prefix = each.query();
-    let below = |path: String| path.strip_prefix(&format!("{prefix}.")).map(ToOwned::to_owned);
-    let inside: Vec<_> = owned.iter().filter_map(|path| Some((below(path.query())?, *path))).collect();
-    let beside: Vec<_> =
-        owned.iter().filter(|path| below(path.query()).is_none()).map(|path| (path.query(), *path)).collect();
-    let Some(reference) = below(pair.target.query()).filter(|_| !inside.is_empty()) else { return values(beside) };
-    let of_key = |key: &&Key| key.values().first().map(|value| rule.reference.stored_as(value)).unwrap_or_default();
-    let stored: Vec<Bson> = keys.iter().flat_map(of_key).collect();
-    let element = doc! {"$and": [one_of(&reference, stored.iter()), values(inside)]};
-    doc! {prefix: {"$elemMatch": element}}
+    // A rule that is not compared first has all its paths in the element, or none.
+    let inside: Vec<_> = owned.iter().filter_map(|path| Some((below(path)?, *path))).collect();
+    let Some(each) = rule.reference.target_each.as_ref().filter(|_| !inside.is_empty()) else {
+        return values(owned.iter().map(|path| (path.query(), *path)).collect());
+    };
+    let element = doc! {"$and": [referring(rule, keys, &below), values(inside)]};
+    // One level for each array, from the innermost: its last segment is `$[]`.
+    let arrays = each.segments().split(|segment| *segment == Segment::Each).filter(|names| !names.is_empty());
+    arrays.rev().fold(element, |element, names| {
+        let names: Vec<&str> = names.iter().filter_map(Segment::name).collect();
+        doc! {names.join("."): {"$elemMatch": element}}
+    })
 }
 
 pub(super) fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
@@ -1095,19 +1095,28 @@ pub(super) fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
         let ids: Vec<Bson> = keys.iter().map(|key| rule.reference.id_of(key)).collect();
         return one_of("_id", ids.iter());
     }
-    let stored = |value: &Bson| rule.reference.stored_as(value);
-    let filter = if let [pair] = rule.reference.pairs.as_slice() {
-        let values: Vec<Bson> = keys.iter().filter_map(|key| key.values().first()).flat_map(stored).collect();
-        one_of(&pair.target.query(), values.iter())
-    } else {
-        let clauses = keys.iter().map(|key| {
-            let paths = rule.reference.paths(Role::Target).zip(key.values());
-            let parts = paths.map(|(path, value)| one_of(&path.query(), stored(value).iter()));
-            doc! {"$and": parts.collect::<Vec<_>>()}
-        });
-        doc! {"$or": clauses.collect::<Vec<_>>()}
-    };
-    both(filter, rule.target.filter.as_ref())
+    both(referring(rule, keys, &|path| Some(path.query())), rule.target.filter.as_ref())
+}
+
+/// Filter for a reference to one of `keys`. `query` names a path of the reference; those for which it is None are left out.
+fn referring(rule: &Rule, keys: &[&Key], query: &dyn Fn(&FieldPath) -> Option<String>) -> Document {
+    let paths = rule.reference.paths(Role::Target).enumerate();
+    let paths: Vec<(usize, String)> = paths.filter_map(|(nth, path)| Some((nth, query(path)?))).collect();
+    let stored =
+        |key: &Key, nth: usize| key.values().get(nth).map(|value| rule.reference.stored_as(value)).unwrap_or_default();
+    match paths.as_slice() {
+        [(nth, path)] => {
+            let values: Vec<Bson> = keys.iter().flat_map(|key| stored(key, *nth)).collect();
+            one_of(path, values.iter())
+        }
+        paths => {
+            let clauses = keys.iter().map(|key| {
+                let parts = paths.iter().map(|(nth, path)| one_of(path, stored(key, *nth).iter()));
+                doc! {"$and": parts.collect::<Vec<_>>()}
+            });
+            doc! {"$or": clauses.collect::<Vec<_>>()}
+        }
+    }
 }
 
 /// A document's `_id`.

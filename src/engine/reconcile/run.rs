@@ -30,7 +30,7 @@ use crate::{
 };
 use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::error::{Error, Kind, Result};
-use denormd_rules::plan::{Keyed, reference::Role};
+use denormd_rules::plan::{Keyed, Values, reference::Role};
 
 /// Half the number of targets from which a key is written by two concurrent commands.
 const HALF: usize = 1000;
@@ -274,16 +274,19 @@ impl Run<'_> {
         let mut wanted = Vec::new();
         for (nth, item) in items.iter().enumerate() {
             let Some((references, has_array, guard)) = targets.get(&item.key) else { continue };
-            let dangles = references.iter().flatten().any(|key| !rows.answer(key));
-            if !(self.detached && dangles) {
-                wanted.push((nth, dangles, rows.desired_of_target(self.rule, references, *has_array)?, guard));
+            let dangling = references.iter().flatten().filter(|key| !rows.answer(key)).count();
+            if self.detached && dangling > 0 {
+                continue;
             }
+            // Of several references, one that finds its source gives the value; each gives an element to `into`.
+            let all = references.iter().flatten().count();
+            let loses = dangling > 0 && (dangling == all || matches!(self.rule.values, Values::Into { .. }));
+            wanted.push((nth, loses, rows.desired_of_target(self.rule, references, *has_array)?, guard));
         }
-        let losing = wanted.iter().filter(|(_, dangles, ..)| *dangles);
+        let losing = wanted.iter().filter(|(_, loses, ..)| *loses);
         let losing: Vec<(&Key, &Desired)> = losing.map(|(nth, _, desired, _)| (&items[*nth].key, desired)).collect();
         let within_limit = self.may_lose_of_targets(&losing, after).await?;
-        let (over_limit, within): (Vec<_>, Vec<_>) =
-            wanted.iter().partition(|(_, dangles, ..)| *dangles && !within_limit);
+        let (over_limit, within): (Vec<_>, Vec<_>) = wanted.iter().partition(|(_, loses, ..)| *loses && !within_limit);
         for (nth, ..) in over_limit {
             items[*nth].end = Some(End::RemovalLimit);
         }

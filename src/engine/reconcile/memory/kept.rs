@@ -84,8 +84,8 @@ pub(in crate::reconcile) fn is_behind(id: &Bson, passed: &Bson) -> bool {
         (Bson::String(id), Bson::String(passed)) => id.is_ascii() && passed.is_ascii() && id <= passed,
         (Bson::DateTime(id), Bson::DateTime(passed)) => id <= passed,
         (Bson::Double(id), Bson::Double(passed)) => id <= passed,
-        // The server compares lengths first (<https://www.mongodb.com/docs/manual/reference/bson-type-comparison-order/>), and some
-        // subtypes have other lengths there.
+        // The server compares lengths first (<https://www.mongodb.com/docs/manual/reference/bson-type-comparison-order/>), and
+        // values of the old subtype are four bytes longer there.
         (Bson::Binary(id), Bson::Binary(passed)) if id.subtype == passed.subtype => {
             (id.bytes.len(), &id.bytes) <= (passed.bytes.len(), &passed.bytes)
         }
