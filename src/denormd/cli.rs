@@ -518,7 +518,7 @@ dangling (on_missing should have removed it). Values are shown only with --show-
 
 With --output json: a line for each target that differs, then one for each rule.
 
-Exit status: 0 nothing differs (or all is repaired), 1 failed, or some targets could not be compared, 2 usage or config error,
+Exit status: 0 nothing differs (or all is repaired), 1 failed, or some documents could not be compared, 2 usage or config error,
 3 differences are left.")]
     Check(CheckOptions),
     /// Shows for one target the expected value of each owned path, the source documents it comes from, and the stored

@@ -175,8 +175,8 @@ impl DeadLetters {
             };
             doc! {"attempts": tried, "last": {"$lte": DateTime::from_millis(now - pause(attempts))}}
         }));
-        let waited = doc! {"$lte": DateTime::from_millis(now - LONGEST_IN_TREE)};
-        due.extend(["circle", "ancestors"].map(|nodes| doc! {nodes: {"$exists": true}, "last": &waited}));
+        let waited = DateTime::from_millis(now - LONGEST_IN_CIRCLE);
+        due.push(doc! {"circle": {"$exists": true}, "last": {"$lte": waited}});
         let mut filter = doc! {"$and": [self.filter(&Chosen::default()), {"_id": {"$type": "object"}}, {"$or": due}]};
         if let Some(after) = after {
             filter.insert("_id", doc! {"$gt": Document::try_from(after)?});
@@ -397,9 +397,9 @@ fn pause(attempts: i32) -> i64 {
     (5_000_i64 << (attempts.clamp(1, LONGEST) - 1)).min(3_600_000)
 }
 
-/// Longest pause of a dead letter of a tree, in milliseconds. Once its circle is opened, nothing else may request the other members, and
-/// the retry that the opening requests is lost in a crash.
-const LONGEST_IN_TREE: i64 = 60_000;
+/// Longest pause of a circle, in milliseconds. When one member leaves it, the others may be requested by this retry alone: the one
+/// that the write of that member requests is lost in a crash.
+const LONGEST_IN_CIRCLE: i64 = 60_000;
 
 /// A record of the collection: a dead letter, if it can be read.
 pub type Entry = std::result::Result<DeadLetter, Unreadable>;
@@ -450,7 +450,7 @@ pub struct DeadLetter {
     pub first: DateTime,
     /// Time of the last attempt.
     pub last: DateTime,
-    /// Time of the next retry, in milliseconds since 1970: the pause doubles from 5 seconds to an hour, in a tree to a minute.
+    /// Time of the next retry, in milliseconds since 1970: the pause doubles from 5 seconds to an hour, of a circle to a minute.
     /// Immediately if an operator has requested it.
     pub due: i64,
 }
@@ -469,8 +469,6 @@ struct Stored {
     path: Option<String>,
     #[serde(rename = "circle", default)]
     circle: Vec<Vec<Bson>>,
-    #[serde(rename = "ancestors", default)]
-    ancestors: Vec<Vec<Bson>>,
     #[serde(rename = "attempts")]
     attempts: i32,
     #[serde(rename = "first", default)]
@@ -502,9 +500,8 @@ impl DeadLetter {
             Ok((stored, task, id.as_document().cloned().unwrap_or_default()))
         };
         let (stored, task, id) = read().map_err(|why| Unreadable { id: Box::new(id.clone()), rule, why })?;
-        let Stored { rule, reason, path, circle, ancestors, attempts, first, last, asked, .. } = stored;
-        let is_in_tree = !circle.is_empty() || !ancestors.is_empty();
-        let pause = pause(attempts).min(if is_in_tree { LONGEST_IN_TREE } else { i64::MAX });
+        let Stored { rule, reason, path, circle, attempts, first, last, asked, .. } = stored;
+        let pause = pause(attempts).min(if circle.is_empty() { i64::MAX } else { LONGEST_IN_CIRCLE });
         Ok(Self {
             id,
             task,

@@ -435,6 +435,39 @@ async fn a_rule_that_returns_to_the_config_needs_agreement_like_a_new_one() {
     assert_eq!(orders.count_documents(doc! {"customerName": "the application's"}).await.unwrap(), 30);
 }
 
+/// Somebody agreed to a definition, paused the rule before its backfill was over, and corrected it. The values that were still the
+/// application's counted as the rule's own, and the other definition overwrote them.
+#[tokio::test]
+async fn an_agreement_does_not_pass_to_another_definition() {
+    for undo in ["", "undo: { mode: 'off' }\n"] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        orders(&db, 30).await;
+        let orders = db.collection::<Document>("orders");
+        orders.update_many(doc! {}, doc! {"$set": {"customerName": "the application's"}}).await.unwrap();
+        for agreed in [RIGHT.to_owned(), RIGHT.replace("copy:", "adopt: true, backfill: manual, copy:")] {
+            let with = |rules: &str| format!("{undo}{}", config(&test, rules));
+            let daemon = Daemon::start_unadopted(&with(&agreed)).await;
+            daemon.settled().await;
+            let (context, store) = (daemon.shared(), store_of(&daemon).await);
+            daemon.stop().await;
+            let (_, record) = store.rules(&context.server).await.unwrap().into_iter().next().unwrap();
+            if let Some(reason) = record.state.block() {
+                assert!(store.unblock(&context.server, "customer", reason, &record.definition).await.unwrap());
+            }
+            let other = RIGHT.replace("$firstName", "$email");
+            let told = Program::new(&with(&other)).run(&["plan"]).await;
+            assert!(told.out.contains("it would overwrite 30 of 30 existing values"), "{}", told.out);
+            let daemon = Daemon::start_unadopted(&with(&other)).await;
+            daemon.settled().await;
+            let state = standing(&test, &daemon).await;
+            assert!(matches!(state.block(), Some(BlockReason::Adoption(_))), "{state:?}");
+            daemon.stop().await;
+            assert_eq!(orders.count_documents(doc! {"customerName": "the application's"}).await.unwrap(), 30);
+        }
+    }
+}
+
 /// A changed definition was blocked, left the config and returned with its old figures. Agreed to, it overwrote what the application
 /// had written meanwhile, and kept none of it.
 #[tokio::test]

@@ -4,16 +4,17 @@ use std::time::Duration;
 
 use bson::{Document, doc};
 use denormd_engine::{
-    checkpoint::{requests::RequestedWork, store::Store},
+    checkpoint::{requests::RequestedWork, rule_record::Retired, store::Store},
     deployment::{identity::Identity, lease::Lease, repartitioning::divide},
 };
 use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::field_path::FieldPath;
 use denormd_mongo::Server;
 
 use crate::{
     engine::fan_outs::fail,
     support::{
-        daemon::{Daemon, all, config},
+        daemon::{Daemon, all, config, until},
         process::Program,
     },
 };
@@ -114,6 +115,29 @@ async fn values_that_another_rule_left_to_the_application_are_left_alone() {
     assert!(out.contains("nothing to prune"), "{out}");
     program.run(&["prune", "--all"]).await.exits(0);
     assert_eq!(labels(&test).await, ["mine"; 3].map(|label| Some(label.to_owned())));
+}
+
+/// `prune` counts the documents before it sends its request. Meanwhile, `undo` had put back the application's values, and the leader
+/// removed them.
+#[tokio::test(flavor = "multi_thread")]
+async fn values_that_undo_puts_back_before_the_request_are_left_alone() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, LABEL).await;
+    let daemon = Daemon::start(&test, OTHER).await;
+    daemon.settled().await;
+    let (server, state) = (Server::new(test.client.clone()), test.beside("state"));
+    let label =
+        Retired { collection: format!("{}.logs", test.name), path: FieldPath::parse("label").unwrap(), filter: None };
+    let undone = doc! {"$set": {"undone": [bson::serialize_to_bson(&label).unwrap()]}};
+    state.collection::<Document>("rules").update_one(doc! {"_id.rule": "label"}, undone).await.unwrap();
+    let store = Store::open(&server, state.name(), "default").await.unwrap();
+    let before = labels(&test).await;
+    let asked = store.request(&server, "label", &RequestedWork::Prune(vec![label])).await.unwrap();
+    let refused = until("it is refused", async || store.is_done(&server, asked).await.err()).await;
+    assert!(refused.message.contains("was left to the application meanwhile"), "{}", refused.message);
+    assert_eq!(labels(&test).await, before);
+    daemon.stop().await;
 }
 
 /// Two rules share a field in different documents. Once one of them was gone, its values stayed for ever: the other rule owned the

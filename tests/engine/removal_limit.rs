@@ -18,12 +18,18 @@ async fn with_limit(test: &TestDb, rule: &str) -> Daemon {
 /// Thirty orders, each with a line for item 1. Items 2 and 3 stay.
 async fn orders(test: &TestDb) {
     let db = test.database();
-    let item = |id: i32| doc! {"_id": id, "price": 2, "name": "part", "tags": ["a"], "active": id < 3};
+    let item = |id: i32| {
+        let mut item = doc! {"_id": id, "price": 2, "name": "part", "tags": ["a"], "active": id < 3};
+        item.extend((id == 1).then(|| ("alias".to_owned(), "first".into())));
+        item
+    };
     db.collection("items").insert_many((1..4).map(item)).await.unwrap();
+    let link = || doc! {"$ref": "items", "$id": 1};
     let order = |n: i32| {
         doc! {
             "_id": n, "item": 1, "qty": 3, "items": [1, 2], "lines": [{"item": 1, "qty": 3}],
-            "boxes": [{"lines": [{"item": 1}]}, {"lines": [{"item": 2}]}],
+            "boxes": [{"lines": [{"item": 1}], "links": [link()]}, {"lines": [{"item": 2}]}], "links": [link()],
+            "pairs": [{"item": 1}, {"item": 2}],
         }
     };
     db.collection("orders").insert_many((0..30).map(order)).await.unwrap();
@@ -44,6 +50,11 @@ async fn every_form_of_a_loss_counts() {
         "copy: { source: items, target: orders, match: { 'lines.$[].item': _id }, set: { 'lines.$[].name': $name }, \
          otherwise: { 'lines.$[].name': unknown } }",
         "copy: { source: items, target: orders, match: { 'boxes.$[].lines.$[].item': _id }, set: { 'boxes.$[].lines.$[].name': $name } }",
+        "copy: { source: items, target: orders, match: { 'links.$[].$id': _id }, set: { 'links.$[].name': $name } }",
+        "copy: { source: items, target: orders, match: { 'boxes.$[].links.$[].$id': _id }, set: { 'boxes.$[].links.$[].name': $name } }",
+        // The other item has no such field.
+        "copy: { source: items, target: orders, match: { 'pairs.$[].item': _id }, set: { 'pairs.$[].none': $none, first: $alias } }",
+        "copy: { source: items, target: orders, match: { 'items.$[]': _id }, set: { first: $alias } }",
         "copy: { source: items, target: orders, match: { item: _id }, \
          set: { total: { $multiply: [$price, $$target.qty] }, tags: $tags }, otherwise: { total: 0, tags: [] } }",
         "copy: { source: items, target: orders, match: { item: _id }, set: { tags: $tags }, otherwise: { tags: [] } }",
@@ -121,7 +132,7 @@ async fn a_new_value_from_one_of_several_sources_is_no_loss() {
         daemon.settled().await;
         let orders = db.collection::<Document>("orders");
         assert_eq!(orders.count_documents(doc! {"first": "new"}).await.unwrap(), 30, "{rule}");
-        // This is one.
+        // Without any source, it is a loss.
         db.collection::<Document>("items").delete_one(doc! {"_id": 1}).await.unwrap();
         is_blocked(&daemon).await;
         daemon.stop().await;

@@ -406,7 +406,7 @@ async fn a_document_that_a_circle_loses_is_written() {
 
 /// The request for the other members of an opened circle may be lost, and a dead letter that was tried often waited for an hour.
 #[tokio::test]
-async fn a_dead_letter_of_a_tree_is_retried_within_a_minute() {
+async fn a_circle_is_retried_within_a_minute() {
     let test = denormd_fixture::database().await;
     let categories = test.database().collection::<Document>("c");
     categories.insert_many([node(1, 2, "a"), node(2, 1, "b")]).await.unwrap();
@@ -419,7 +419,7 @@ async fn a_dead_letter_of_a_tree_is_retried_within_a_minute() {
     test.beside("state").collection::<Document>("dead_letters").update_one(doc! {}, tried).await.unwrap();
     let daemon = Daemon::start(&test, &plain(PATH)).await;
     until("it is tried again", async || {
-        dead_letters(&test).await[0].get_i32("attempts").is_ok_and(|tried| tried == 12).then_some(())
+        dead_letters(&test).await[0].get_i32("attempts").is_ok_and(|tried| tried >= 12).then_some(())
     })
     .await;
     daemon.stop().await;

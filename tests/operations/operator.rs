@@ -178,7 +178,7 @@ async fn a_target_that_cannot_be_computed_is_neither_right_nor_forgotten() {
         .await;
     let (code, told, error) = running.command(&["check"]);
     assert_eq!(code, Some(1), "{told}{error}");
-    assert!(error.contains("1 target could not be compared") && error.contains("denormd explain RULE ID"), "{error}");
+    assert!(error.contains("1 document could not be compared") && error.contains("denormd explain RULE ID"), "{error}");
     let (code, told, error) = running.command(&["explain", "share", "7"]);
     assert_eq!(code, Some(0), "{told}{error}");
     for part in

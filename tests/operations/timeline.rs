@@ -137,7 +137,7 @@ async fn the_canary_comes_through_while_idle_and_ages_when_its_write_is_held() {
     assert!(status.lag_seconds == Some(0.0), "nothing else is late: {status:#?}");
     assert!(running.metric("denormd_canary_age_seconds").await.is_some_and(|age| age > 13.0));
     let is_canary = |error: &RecentError| error.doing == "send a canary";
-    running.until("the recent errors have the reason", |status| status.errors.iter().any(is_canary)).await;
+    running.until("its error among the recent ones", |status| status.errors.iter().any(is_canary)).await;
     admin.run_command(doc! {"configureFailPoint": "failCommand", "mode": "off"}).await.unwrap();
     running.until("a canary again", |status| status.canary_age_seconds.is_some_and(|age| age < 10.0)).await;
     // No writes when idle: the canary is written to the state database only.

@@ -152,7 +152,7 @@ fn audits(status: &Status) -> Vec<Vec<String>> {
     audits.into_iter().take(AUDITS).map(line).collect()
 }
 
-/// Formats the time up to which data is current: `Current as of 2026-11-22 20:31:05 UTC (1795379465.3), but for these
+/// Formats the time up to which data is current: `Current as of 2026-11-22 20:31:05 UTC (1795379465.3), except for these
 /// rules: a, b`.
 pub(super) fn as_of(current: &Current) -> String {
     let seconds = current.as_of.split('.').next().and_then(|seconds| seconds.parse::<i64>().ok()).unwrap_or_default();
@@ -160,7 +160,7 @@ pub(super) fn as_of(current: &Current) -> String {
     let at = format!("{} {}", at.get(..10).unwrap_or_default(), at.get(11..19).unwrap_or_default());
     let except = match current.except.as_slice() {
         [] => String::new(),
-        rules => format!(", but for these rules: {}", rules.join(", ")),
+        rules => format!(", except for these rules: {}", rules.join(", ")),
     };
     format!("Current as of {at} UTC ({}){except}", current.as_of)
 }
@@ -333,7 +333,8 @@ mod tests {
     fn a_claim_that_no_instance_can_make_is_said_to_be_unknown() {
         let mut status = status();
         assert!(
-            text(&status).contains("Current as of 2023-11-14 22:13:20 UTC (1700000000.7), but for these rules: manual")
+            text(&status)
+                .contains("Current as of 2023-11-14 22:13:20 UTC (1700000000.7), except for these rules: manual")
         );
         status.current = None;
         assert!(text(&status).contains("Current as of: not known while several instances share the partitions\n"));

@@ -93,9 +93,12 @@ impl Decisions<'_> {
 
     /// Records that somebody has agreed to this definition.
     pub async fn agree(&self, rule: &str, definition: &Document) -> Result<()> {
-        let state = doc! {"definition": definition.clone(), "block": Bson::Null, "agreed": clock::now()};
+        let definition = doc! {"$literal": definition.clone()};
+        // What was recorded for another definition does not apply to this one.
+        let earlier = doc! {"$cond": [{"$eq": ["$definition", definition.clone()]}, "$earlier", Bson::Null]};
+        let state = doc! {"definition": definition, "earlier": earlier, "block": Bson::Null, "agreed": clock::now()};
         let collection = self.collection();
-        bounded(collection.update_one(doc! {"_id": self.id(rule)}, doc! {"$set": state}).upsert(true)).await?;
+        bounded(collection.update_one(doc! {"_id": self.id(rule)}, vec![doc! {"$set": state}]).upsert(true)).await?;
         Ok(())
     }
 

@@ -21,8 +21,10 @@ pub async fn definitions(server: &Server, database: &str, deployment: &str) -> R
         Err(error) if error.kind == Kind::Privilege => return Ok(BTreeMap::new()),
         records => records?,
     };
-    // A definition that is blocked for its effect on existing data has written nothing.
-    let has_written = |record: &RuleRecord| record.state != RuleState::Removed && !record.state.awaits_agreement();
+    // A definition that is blocked for its effect on existing data has written nothing, and one that was agreed to has not written all.
+    let has_written = |record: &RuleRecord| {
+        record.state != RuleState::Removed && !record.state.awaits_agreement() && !record.has_open_agreement()
+    };
     let ran = records.into_iter().filter(|(_, record)| has_written(record));
     Ok(ran.map(|(rule, record)| (rule, record.definition)).collect())
 }

@@ -29,7 +29,8 @@ pub struct Tally {
     pub repaired: u64,
     /// Number of targets whose sources kept changing.
     pub undecided: u64,
-    /// Number of targets whose definition cannot be computed, because the server rejects an expression.
+    /// Number of targets whose values cannot be computed, because the server rejects an expression, and of sources without a usable
+    /// key.
     pub refused: u64,
     /// True if the check continued an earlier one, whose counts are included.
     pub resumed: bool,

@@ -95,6 +95,14 @@ impl RuleRecord {
         self.state != RuleState::Removed && rule.has_definition(&self.definition)
     }
 
+    /// True if somebody has agreed to its definition, and not all of that definition's first backfill is done. Values on the paths that
+    /// were new to the rule may still be the application's, and nobody has agreed to what another definition does to them.
+    #[must_use]
+    pub fn has_open_agreement(&self) -> bool {
+        let agreed = self.agreed.as_ref().is_some_and(|agreed| is_same_definition(agreed, &self.definition));
+        self.keeping.is_some() && (agreed || self.removals_agreed)
+    }
+
     /// Merges the records of two partitions: the more urgent state, and only the progress that both have made.
     pub(super) fn join(&mut self, other: Self) {
         let other_is_worse = other.state.outranks(&self.state);

@@ -388,6 +388,10 @@ mod tests {
         let of = |key: bson::Bson| identity(&doc! {"_id": {"rule": "r", "task": "Target", "key": [key], "target": []}});
         assert_eq!(of(6.into()), of(6.0.into()));
         assert_ne!(of(6.into()), of("6".into()));
+        let circle = |other: i32| {
+            identity(&doc! {"_id": {"rule": "r", "task": "Target", "key": [1], "target": [], "circle": [[1], [other]]}})
+        };
+        assert_ne!(circle(2), circle(3));
     }
 
     #[test]

@@ -98,7 +98,7 @@ impl Round {
 /// A page of targets to compare.
 struct Page {
     targets: Vec<RawDocumentBuf>,
-    /// Number of sources whose documents are unknown.
+    /// Number of this partition's sources without a usable key, whose documents cannot be determined.
     unusable: u64,
     /// Number of documents read.
     read: u64,
@@ -175,7 +175,8 @@ impl Audit<'_> {
         let (after, most) = (round.after.as_ref(), self.pace.page());
         if round.in_sources {
             let page = self.context.sources_of_documents(self.rule, after, most, time).await?;
-            let unusable = page.unusable.len() as u64;
+            let owned = page.unusable.iter().filter(|source| self.context.owns(self.rule, source));
+            let unusable = owned.count() as u64;
             return Ok(Page { targets: encoded(&page.absent)?, unusable, read: page.read, last: page.last });
         }
         let page = scan::page(self.context, self.rule, &projection(self.rule), after, most, time).await?;

@@ -126,7 +126,7 @@ struct Position {
 /// Targets that were read after `time`.
 struct Page {
     targets: Vec<RawDocumentBuf>,
-    /// Number of sources whose documents are unknown.
+    /// Number of sources without a usable key, whose documents cannot be determined.
     unusable: u64,
     time: ClusterTime,
     /// The position after them.
@@ -392,7 +392,7 @@ async fn sample(context: &Context, rule: &Rule, size: u64) -> Result<Pages> {
     context.server.pages(&rule.target.namespace.database, command, ClusterTime::default()).await
 }
 
-/// Stand-ins for the documents that some sources should have and do not have, and the number of sources whose documents are unknown.
+/// Stand-ins for the documents that some sources should have and do not have, and the number of sources without a usable key.
 async fn sample_of_sources(
     context: &Context,
     rule: &Rule,

@@ -45,14 +45,18 @@ pub fn retired(plan: &Plan, known: &[(String, RuleRecord)], name: &str) -> Vec<R
         }
     }
     found.sort_by(|one, other| (&one.collection, &one.path).cmp(&(&other.collection, &other.path)));
-    // `undo` has put back the application's values, or the application has changed them while a rule was `once`: this rule, or
-    // another one that has owned the same path.
-    let records = || known.iter().map(|(_, record)| record);
-    let all = records().flat_map(|record| record.retired.iter().chain(last_written(record)));
-    let once: Vec<Retired> = all.filter(|definition| is_once(definition)).flat_map(written_with).collect();
-    let left: Vec<&Retired> = records().flat_map(|record| &record.undone).chain(&once).collect();
+    let left = left_to_application(known);
     found.retain(|retired| !left.iter().any(|left| overlap(left, retired)));
     found
+}
+
+/// The fields to which `undo` has put back the application's values, or which the application may have changed while a rule was `once`.
+/// A retired field of another rule may be one of them.
+fn left_to_application(known: &[(String, RuleRecord)]) -> Vec<Retired> {
+    let records = || known.iter().map(|(_, record)| record);
+    let all = records().flat_map(|record| record.retired.iter().chain(last_written(record)));
+    let once = all.filter(|definition| is_once(definition)).flat_map(written_with);
+    records().flat_map(|record| record.undone.iter().cloned()).chain(once).collect()
 }
 
 /// The fields that a rule of the plan writes.
@@ -173,6 +177,14 @@ pub async fn carry_out(
     }
     if !store.is_last(&context.server, id).await? {
         return Ok(RequestOutcome::Stopped);
+    }
+    // An `undo` may have ended since the command read the records.
+    let left = left_to_application(&store.rules(&context.server).await?);
+    if let Some(Retired { collection, path, .. }) =
+        paths.iter().find(|path| left.iter().any(|left| overlap(left, path)))
+    {
+        let reason = format!("`{path}` of `{collection}` was left to the application meanwhile: run the command again");
+        return Ok(RequestOutcome::Refused(reason));
     }
     let mut refused = Refused::default();
     for retired in paths {

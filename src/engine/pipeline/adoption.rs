@@ -76,7 +76,7 @@ async fn decision(
         return Ok(Some(decision));
     }
     let earlier = match before {
-        Some(record) if record.state.awaits_agreement() => {
+        Some(record) if record.state.awaits_agreement() || record.has_open_agreement() => {
             last.filter(|last| is_same_definition(&last.definition, &record.definition)).and_then(|last| last.earlier)
         }
         before => before.map(|record| record.definition.clone()),

@@ -22,15 +22,10 @@ const EXPIRE_EVERY: Duration = Duration::from_secs(3600);
 /// Time from the start of the leadership to the first one.
 const FIRST: Duration = Duration::from_secs(10);
 
-/// The values that a rule's next backfill keeps if it is new, changed, or returns to the config: those on paths that it
-/// did not own before. A value that the rule wrote itself can be computed again.
-pub(super) fn of(
-    context: &Context,
-    rule: &Rule,
-    before: Option<&RuleRecord>,
-    decision: Option<&Decision>,
-) -> Option<Keeping> {
-    if !context.undo.enabled || rule.shadow || matches!(rule.values, Values::Set { once: true, .. }) {
+/// The values that a rule's next backfill keeps if it is new, changed, or returns to the config, unless `undo.mode` is `off`: those on
+/// paths that it did not own before. A value that the rule wrote itself can be computed again.
+pub(super) fn of(rule: &Rule, before: Option<&RuleRecord>, decision: Option<&Decision>) -> Option<Keeping> {
+    if rule.shadow || matches!(rule.values, Values::Set { once: true, .. }) {
         return None;
     }
     // Another partition may have decided before it knew that the rule was gone.

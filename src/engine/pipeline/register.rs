@@ -135,7 +135,7 @@ async fn register(
     before: Option<&RuleRecord>,
     decision: Option<Decision>,
 ) -> Result<(RuleState, i64)> {
-    let keeping = keep::of(context, rule, before, decision.as_ref());
+    let keeping = keep::of(rule, before, decision.as_ref());
     let block = decision.and_then(|decision| decision.block);
     let change = match before {
         None => "new rule",

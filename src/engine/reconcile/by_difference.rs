@@ -64,11 +64,11 @@ impl Run<'_> {
             let compared = compare::one(self.rule, &rows, &read.target, read.references.clone(), &|_| true)?;
             let differences = compared.differences().filter(|one| !(self.detached && dangles(one)));
             let differences: Vec<Difference> = differences.cloned().collect();
-            // Beside the array, one reference that finds its source gives the value, unless each gives an element of it.
-            let is_one = self.rule.of_target.is_none() && !matches!(self.rule.values, Values::Into { .. });
-            let has_source = is_one && dangling.len() < read.references.iter().flatten().count();
-            let is_given = |one: &Difference| has_source && one.element.is_none();
-            if differences.iter().any(|one| dangles(one) && loses(self.rule, one) && !is_given(one)) {
+            let has_source = self.rule.of_target.is_none() && dangling.len() < read.references.iter().flatten().count();
+            let gets_another = |one: &Difference| {
+                has_source && one.element.is_none() && self.gets_another(std::slice::from_ref(&one.expected))
+            };
+            if differences.iter().any(|one| dangles(one) && loses(self.rule, one) && !gets_another(one)) {
                 losing.push((nth, self.loss(&item.key, compared.fingerprint())));
             }
             found.push(TargetDifferences { nth, read, differences });

@@ -514,7 +514,7 @@ fn names_target(rule: &Rule, parent: &str) -> Document {
 }
 
 /// `path` equals one of `values`. Inside `$in` a regular expression would be used as a pattern, and a document that begins
-/// with a `$` name is refused; inside `$eq` both are values.
+/// with a `$` name is refused; inside `$eq` both are values. `$id`, in an element that is a DBRef, takes nothing but a value.
 #[must_use]
 pub fn one_of<'a>(path: &str, values: impl Iterator<Item = &'a Bson>) -> Document {
     let alone = |value: &&Bson| match value {
@@ -522,6 +522,10 @@ pub fn one_of<'a>(path: &str, values: impl Iterator<Item = &'a Bson>) -> Documen
         Bson::Document(doc) => doc.keys().next().is_some_and(|name| name.starts_with('$')),
         _ => false,
     };
+    if path == "$id" {
+        let any: Vec<Document> = values.map(|value| doc! {path: value.clone()}).collect();
+        return doc! {"$or": any};
+    }
     let (patterns, plain): (Vec<&Bson>, Vec<&Bson>) = values.partition(alone);
     let plain: Vec<Bson> = plain.into_iter().cloned().collect();
     if patterns.is_empty() {
@@ -1053,7 +1057,8 @@ pub fn holders(rule: &Rule, keys: &[&Key]) -> Document {
 }
 
 /// Filter for targets that have a value of the rule other than `without`, which a target without a source gets. Where values are
-/// in array elements, the element must refer to one of `keys`.
+/// in array elements, the element must refer to one of `keys`; of several references in `match`, those beside the array are not
+/// compared.
 #[must_use]
 pub fn has_values(rule: &Rule, keys: &[&Key], without: &[Option<RawBson>]) -> Document {
     let owned = rule.owned();
@@ -1072,16 +1077,16 @@ pub fn has_values(rule: &Rule, keys: &[&Key], without: &[Option<RawBson>]) -> Do
     let values = |paths: Vec<(String, &FieldPath)>| {
         doc! {"$or": paths.into_iter().map(|(query, path)| has_value(query, path)).collect::<Vec<_>>()}
     };
-    let below = |path: &FieldPath| {
+    let name_in_element = |path: &FieldPath| {
         let each = rule.reference.target_each.as_ref()?;
         Some(path.below(each)?.iter().filter_map(Segment::name).collect::<Vec<_>>().join("."))
     };
     // A rule that is not compared first has all its paths in the element, or none.
-    let inside: Vec<_> = owned.iter().filter_map(|path| Some((below(path)?, *path))).collect();
+    let inside: Vec<_> = owned.iter().filter_map(|path| Some((name_in_element(path)?, *path))).collect();
     let Some(each) = rule.reference.target_each.as_ref().filter(|_| !inside.is_empty()) else {
         return values(owned.iter().map(|path| (path.query(), *path)).collect());
     };
-    let element = doc! {"$and": [referring(rule, keys, &below), values(inside)]};
+    let element = doc! {"$and": [referring(rule, keys, &name_in_element), values(inside)]};
     // One level for each array, from the innermost: its last segment is `$[]`.
     let arrays = each.segments().split(|segment| *segment == Segment::Each).filter(|names| !names.is_empty());
     arrays.rev().fold(element, |element, names| {
@@ -1098,7 +1103,8 @@ pub(super) fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
     both(referring(rule, keys, &|path| Some(path.query())), rule.target.filter.as_ref())
 }
 
-/// Filter for a reference to one of `keys`. `query` names a path of the reference; those for which it is None are left out.
+/// Filter for a reference to one of `keys`. `query` returns the name of a path in the filter, and None for a path that is left out:
+/// not for all of them.
 fn referring(rule: &Rule, keys: &[&Key], query: &dyn Fn(&FieldPath) -> Option<String>) -> Document {
     let paths = rule.reference.paths(Role::Target).enumerate();
     let paths: Vec<(usize, String)> = paths.filter_map(|(nth, path)| Some((nth, query(path)?))).collect();

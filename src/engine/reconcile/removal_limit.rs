@@ -119,7 +119,6 @@ impl Run<'_> {
         let clause = |(id, desired): &(&Key, &Desired)| {
             let id = id.values().first().cloned().unwrap_or(Bson::Null);
             let fields = desired.fields()?;
-            let is_nothing = |field: &Field| matches!(field, None | Some(RawBson::Null));
             let has_otherwise = matches!(self.rule.values, Values::Set { otherwise: Some(_), .. });
             let has_more = match (&path, fields) {
                 // An array with more elements than the desired one is going to be shorter; under `on_missing: null`, some of them
@@ -143,6 +142,12 @@ impl Run<'_> {
         }
         let lost: HashMap<&Key, String> = losing.iter().map(|(id, desired)| (*id, format!("{desired:?}"))).collect();
         self.may_lose(&|_| doc! {"$or": clauses.clone()}, after, &|id| self.loss(id, lost.get(id))).await
+    }
+
+    /// True if a target with several references, one of which has a source, gets these values from it, so that it loses nothing when
+    /// another has none. Under `into`, each reference has an element of its own.
+    pub(super) fn gets_another(&self, fields: &[Field]) -> bool {
+        !matches!(self.rule.values, Values::Into { .. }) && !fields.iter().all(is_nothing)
     }
 
     /// The form in which a loss is counted: a target counts once, and one with values in array elements once for each that it loses
@@ -228,6 +233,10 @@ impl Run<'_> {
         let targets = counted.ok().and_then(|targets| usize::try_from(targets).ok()).unwrap_or_default();
         self.context.partition.share((targets / PART).max(LEAST))
     }
+}
+
+fn is_nothing(field: &Field) -> bool {
+    matches!(field, None | Some(RawBson::Null))
 }
 
 /// Number of elements that are not null.

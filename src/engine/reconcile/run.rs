@@ -30,7 +30,7 @@ use crate::{
 };
 use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::error::{Error, Kind, Result};
-use denormd_rules::plan::{Keyed, Values, reference::Role};
+use denormd_rules::plan::{Keyed, reference::Role};
 
 /// Half the number of targets from which a key is written by two concurrent commands.
 const HALF: usize = 1000;
@@ -278,15 +278,16 @@ impl Run<'_> {
             if self.detached && dangling > 0 {
                 continue;
             }
-            // Of several references, one that finds its source gives the value; each gives an element to `into`.
-            let all = references.iter().flatten().count();
-            let loses = dangling > 0 && (dangling == all || matches!(self.rule.values, Values::Into { .. }));
-            wanted.push((nth, loses, rows.desired_of_target(self.rule, references, *has_array)?, guard));
+            let desired = rows.desired_of_target(self.rule, references, *has_array)?;
+            let has_source = dangling < references.iter().flatten().count();
+            let gets_another = has_source && desired.fields().is_some_and(|fields| self.gets_another(fields));
+            wanted.push((nth, dangling > 0 && !gets_another, desired, guard));
         }
-        let losing = wanted.iter().filter(|(_, loses, ..)| *loses);
+        let losing = wanted.iter().filter(|(_, may_lose, ..)| *may_lose);
         let losing: Vec<(&Key, &Desired)> = losing.map(|(nth, _, desired, _)| (&items[*nth].key, desired)).collect();
         let within_limit = self.may_lose_of_targets(&losing, after).await?;
-        let (over_limit, within): (Vec<_>, Vec<_>) = wanted.iter().partition(|(_, loses, ..)| *loses && !within_limit);
+        let (over_limit, within): (Vec<_>, Vec<_>) =
+            wanted.iter().partition(|(_, may_lose, ..)| *may_lose && !within_limit);
         for (nth, ..) in over_limit {
             items[*nth].end = Some(End::RemovalLimit);
         }
