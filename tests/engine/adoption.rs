@@ -456,6 +456,8 @@ async fn an_agreement_does_not_pass_to_another_definition() {
                 assert!(store.unblock(&context.server, "customer", reason, &record.definition).await.unwrap());
             }
             let other = RIGHT.replace("$firstName", "$email");
+            let told = Program::new(&with(&agreed)).run(&["plan"]).await;
+            assert!(!told.out.contains("it will be blocked"), "it is agreed to: {}", told.out);
             let told = Program::new(&with(&other)).run(&["plan"]).await;
             assert!(told.out.contains("it would overwrite 30 of 30 existing values"), "{}", told.out);
             let daemon = Daemon::start_unadopted(&with(&other)).await;
@@ -466,6 +468,27 @@ async fn an_agreement_does_not_pass_to_another_definition() {
             assert_eq!(orders.count_documents(doc! {"customerName": "the application's"}).await.unwrap(), 30);
         }
     }
+}
+
+/// The definition that ran before the one with the open agreement is still what the rule has written.
+#[tokio::test]
+async fn values_that_the_rule_wrote_before_an_open_agreement_are_its_own() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    let run = async |rule: &str| state_after_a_run(&test, rule).await;
+    assert_eq!(run(RIGHT).await, RuleState::Live);
+    let orders = db.collection::<Document>("orders");
+    orders.update_many(doc! {}, doc! {"$set": {"mail": "the application's"}}).await.unwrap();
+    let more = RIGHT.replace("$firstName", "$firstName, mail: $email");
+    assert_eq!(run(&more.replace("copy:", "adopt: true, backfill: manual, copy:")).await, RuleState::AwaitingBackfill);
+    // It replaces the rule's own values alone.
+    let other = RIGHT.replace("$firstName", "{ $concat: ['Dr. ', $firstName] }");
+    let told = Program::new(&config(&test, &other)).run(&["plan"]).await;
+    assert!(!told.out.contains("it will be blocked"), "{}", told.out);
+    assert_eq!(run(&other).await, RuleState::Live);
+    assert_eq!(orders.count_documents(doc! {"customerName": {"$regex": "^Dr. "}}).await.unwrap(), 30);
+    assert_eq!(orders.count_documents(doc! {"mail": "the application's"}).await.unwrap(), 30);
 }
 
 /// A changed definition was blocked, left the config and returned with its old figures. Agreed to, it overwrote what the application

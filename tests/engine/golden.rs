@@ -169,7 +169,7 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
         generation
     };
     let change = |_: Option<&RuleRecord>| (RuleState::BACKFILL, Agreement::Ended);
-    store.register_rule(server, rule(plan, "pending"), change, Some(&keeping())).await.unwrap();
+    store.register_rule(server, rule(plan, "pending"), change, Some(&keeping()), false).await.unwrap();
     store.undoing(server, "pending", &keeping(), &[undone()]).await.unwrap();
     let generation = reset("begun", RuleState::BACKFILL).await;
     store.notice(server, "begun", generation).await.unwrap();

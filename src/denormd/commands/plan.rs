@@ -98,7 +98,7 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOption
         live.findings = check(&context.server, plan, &mut known).await?;
     }
     live.findings.extend(clocks(&context.server).await);
-    let earlier = earlier::definitions(&context.server, &loaded.config.state.database, &plan.name).await?;
+    let earlier = earlier::definitions(&context.server, &loaded.config.state.database, plan).await?;
     match inspection(&context, plan, options.sample, &earlier).await {
         Ok(inspections) => live.inspections = inspections,
         // The findings already contain the reason for the refusal.

@@ -60,6 +60,12 @@ impl Decisions<'_> {
         found.as_ref().map_or(Ok(None), decision_in)
     }
 
+    /// The definition that wrote before this one, if the latest decision about the rule is about this one.
+    pub async fn earlier_than(&self, rule: &str, definition: &Document) -> Result<Option<Document>> {
+        let last = self.of(rule).await?.filter(|last| is_same_definition(&last.definition, definition));
+        Ok(last.and_then(|last| last.earlier))
+    }
+
     /// Records a decision, unless one exists for this definition. Returns the recorded one.
     pub async fn decide(&self, rule: &str, decision: Decision) -> Result<Decision> {
         let block = decision.block.as_ref().map(bson::serialize_to_document).transpose()?;
@@ -91,11 +97,11 @@ impl Decisions<'_> {
         Err(Error::internal("the decision about a rule changes while it is made"))
     }
 
-    /// Records that somebody has agreed to this definition.
-    pub async fn agree(&self, rule: &str, definition: &Document) -> Result<()> {
+    /// Records that somebody has agreed to this definition. `earlier` is the one that wrote before, unless that is recorded.
+    pub async fn agree(&self, rule: &str, definition: &Document, earlier: Option<&Document>) -> Result<()> {
         let definition = doc! {"$literal": definition.clone()};
-        // What was recorded for another definition does not apply to this one.
-        let earlier = doc! {"$cond": [{"$eq": ["$definition", definition.clone()]}, "$earlier", Bson::Null]};
+        let known = doc! {"$literal": earlier.cloned()};
+        let earlier = doc! {"$cond": [{"$eq": ["$definition", definition.clone()]}, "$earlier", known]};
         let state = doc! {"definition": definition, "earlier": earlier, "block": Bson::Null, "agreed": clock::now()};
         let collection = self.collection();
         bounded(collection.update_one(doc! {"_id": self.id(rule)}, vec![doc! {"$set": state}]).upsert(true)).await?;

@@ -12,21 +12,35 @@ use denormd_mongo::{
 };
 use denormd_rules::plan::{Plan, RuleId};
 
-use super::rule_record::{RULES, RuleRecord, is_in_config, read};
+use super::{
+    adoption::Decisions,
+    rule_record::{RULES, RuleRecord, is_in_config, read},
+};
 
 /// The definition by which each rule last wrote, by the rule's name: the application may have changed the values of a rule that has
 /// left the config. None can be read without the privilege to.
-pub async fn definitions(server: &Server, database: &str, deployment: &str) -> Result<BTreeMap<String, Document>> {
+pub async fn definitions(server: &Server, database: &str, plan: &Plan) -> Result<BTreeMap<String, Document>> {
+    let deployment = plan.name.as_str();
     let records = match records(server, database, deployment, Document::new()).await {
         Err(error) if error.kind == Kind::Privilege => return Ok(BTreeMap::new()),
         records => records?,
     };
-    // A definition that is blocked for its effect on existing data has written nothing, and one that was agreed to has not written all.
-    let has_written = |record: &RuleRecord| {
-        record.state != RuleState::Removed && !record.state.awaits_agreement() && !record.has_open_agreement()
-    };
-    let ran = records.into_iter().filter(|(_, record)| has_written(record));
-    Ok(ran.map(|(rule, record)| (rule, record.definition)).collect())
+    let (mut written, mut unfinished) = (BTreeMap::new(), BTreeMap::new());
+    for (rule, record) in records.into_iter().filter(|(_, record)| record.state != RuleState::Removed) {
+        let runs = plan.named(&rule).is_some_and(|rule| rule.has_definition(&record.definition));
+        // One that is blocked for its effect on existing data has written nothing, and one with an open agreement has not written every
+        // target yet. The daemon compares with the definition before it.
+        let is_unfinished = record.state.awaits_agreement() || record.has_open_agreement() && !runs;
+        if is_unfinished { &mut unfinished } else { &mut written }.insert(rule, record.definition);
+    }
+    let decisions = Decisions { server, database, deployment };
+    for (rule, definition) in unfinished {
+        match decisions.earlier_than(&rule, &definition).await? {
+            Some(earlier) => written.insert(rule, earlier),
+            None => written.remove(&rule),
+        };
+    }
+    Ok(written)
 }
 
 /// The rules of the plan that have already run with their current definition.

@@ -49,7 +49,7 @@ pub struct RuleRecord {
     /// True if somebody has agreed to the removals of its open or next backfill. The rule is being backfilled, waits
     /// for `denormd backfill`, is paused or is unavailable.
     pub removals_agreed: bool,
-    /// The values that its first backfill keeps; none after that backfill.
+    /// The paths that are new to the rule, until its first backfill has ended: their values are kept, unless `undo.mode` is `off`.
     pub keeping: Option<Keeping>,
     /// The fields to which `denormd undo` has put back values since the last backfill: they are the application's.
     pub undone: Vec<Retired>,
@@ -95,7 +95,7 @@ impl RuleRecord {
         self.state != RuleState::Removed && rule.has_definition(&self.definition)
     }
 
-    /// True if somebody has agreed to its definition, and not all of that definition's first backfill is done. Values on the paths that
+    /// True if somebody has agreed to its definition, and the first backfill of that definition has not ended. Values on the paths that
     /// were new to the rule may still be the application's, and nobody has agreed to what another definition does to them.
     #[must_use]
     pub fn has_open_agreement(&self) -> bool {

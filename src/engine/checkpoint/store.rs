@@ -298,9 +298,11 @@ impl Store {
         rule: &Rule,
         next: impl Fn(Option<&RuleRecord>) -> (RuleState, Agreement),
         keeping: Option<&Keeping>,
+        is_agreed: bool,
     ) -> Result<(RuleState, i64)> {
-        let keeping = keeping.map(bson::serialize_to_document).transpose()?;
-        self.change_rule(server, rule, |seen| Some(next(seen)), doc! {"keeping": keeping}).await
+        let mut more = doc! {"keeping": keeping.map(bson::serialize_to_document).transpose()?};
+        more.extend(is_agreed.then(|| ("agreed".to_owned(), rule.definition.clone().into())));
+        self.change_rule(server, rule, |seen| Some(next(seen)), more).await
     }
 
     /// Records the definition of a rule, and the state that `next` computes from its record: a command may have changed that since
@@ -383,7 +385,7 @@ impl Store {
             }
             BlockReason::Adoption(_) => {
                 let decisions = Decisions { server, database: &self.database, deployment: &self.deployment };
-                decisions.agree(rule, definition).await?;
+                decisions.agree(rule, definition, None).await?;
                 doc! {"agreed": definition.clone()}
             }
             BlockReason::RemovalLimit => Document::new(),

@@ -72,14 +72,12 @@ async fn decision(
         return Ok(None);
     }
     let last = decisions.of(&rule.name).await?;
-    if let Some(decision) = last.clone().filter(|last| rule.has_definition(&last.definition) && !rule.adopt) {
+    if let Some(decision) = last.filter(|last| rule.has_definition(&last.definition) && !rule.adopt) {
         return Ok(Some(decision));
     }
-    let earlier = match before {
-        Some(record) if record.state.awaits_agreement() || record.has_open_agreement() => {
-            last.filter(|last| is_same_definition(&last.definition, &record.definition)).and_then(|last| last.earlier)
-        }
-        before => before.map(|record| record.definition.clone()),
+    let earlier = match unfinished(context, rule, before).await? {
+        Some(definition) => decisions.earlier_than(&rule.name, &definition).await?,
+        None => before.map(|record| record.definition.clone()),
     };
     // `denormd undo` has put back the application's values in fields of that definition, or the application has written values while
     // the rule was not in the config.
@@ -89,7 +87,7 @@ async fn decision(
     let earlier = earlier.filter(has_kept);
     let mut decision = Decision { definition: rule.definition.clone(), earlier, block: None };
     if rule.adopt && owner.is_none() {
-        decisions.agree(&rule.name, &rule.definition).await?;
+        decisions.agree(&rule.name, &rule.definition, decision.earlier.as_ref()).await?;
         return Ok(Some(decision));
     }
     if !rule.shadow {
@@ -99,6 +97,18 @@ async fn decision(
     let decision = decisions.decide(&rule.name, decision).await?;
     failpoint::here("adoption-decided");
     Ok(Some(decision))
+}
+
+/// The definition of a rule that has not written every target: it awaits an agreement, or its agreement is open in one partition at
+/// least. What it would have written there is still the application's.
+async fn unfinished(context: &Context, rule: &Rule, before: Option<&RuleRecord>) -> Result<Option<Document>> {
+    let is_unfinished = |record: &&RuleRecord| record.state.awaits_agreement() || record.has_open_agreement();
+    if let Some(record) = before.filter(is_unfinished) {
+        return Ok(Some(record.definition.clone()));
+    }
+    let Some(others) = of_other_partitions(context).await? else { return Ok(None) };
+    let records = others.of_each_partition(&context.server, &rule.name).await?;
+    Ok(records.into_iter().find(|(_, record)| record.has_open_agreement()).map(|(_, record)| record.definition))
 }
 
 /// The state of a deployment that has other partitions than this one.

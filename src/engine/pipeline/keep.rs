@@ -22,8 +22,9 @@ const EXPIRE_EVERY: Duration = Duration::from_secs(3600);
 /// Time from the start of the leadership to the first one.
 const FIRST: Duration = Duration::from_secs(10);
 
-/// The values that a rule's next backfill keeps if it is new, changed, or returns to the config, unless `undo.mode` is `off`: those on
-/// paths that it did not own before. A value that the rule wrote itself can be computed again.
+/// The paths whose values may be the application's when a rule's next backfill begins: those that a new, changed or returning rule did
+/// not own before. They are recorded in any case, and their values kept unless `undo.mode` is `off`. A value that the rule wrote itself
+/// can be computed again.
 pub(super) fn of(rule: &Rule, before: Option<&RuleRecord>, decision: Option<&Decision>) -> Option<Keeping> {
     if rule.shadow || matches!(rule.values, Values::Set { once: true, .. }) {
         return None;

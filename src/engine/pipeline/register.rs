@@ -155,7 +155,8 @@ async fn register(
         let agreement = if rule.adopt && state.block().is_none() { Agreement::Given } else { Agreement::Ended };
         (state, agreement)
     };
-    let mut registered = store.register_rule(&context.server, rule, next, keeping.as_ref()).await?;
+    let mut registered =
+        store.register_rule(&context.server, rule, next, keeping.as_ref(), rule.adopt && block.is_none()).await?;
     if before.is_none_or(|record| record.state == RuleState::Removed)
         && !registered.0.is_stopped()
         && let Some(others) = others

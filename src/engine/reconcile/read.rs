@@ -524,7 +524,11 @@ pub fn one_of<'a>(path: &str, values: impl Iterator<Item = &'a Bson>) -> Documen
     };
     if path == "$id" {
         let any: Vec<Document> = values.map(|value| doc! {path: value.clone()}).collect();
-        return doc! {"$or": any};
+        return if any.is_empty() {
+            doc! {"$nor": [{}]}
+        } else {
+            doc! {"$or": any}
+        };
     }
     let (patterns, plain): (Vec<&Bson>, Vec<&Bson>) = values.partition(alone);
     let plain: Vec<Bson> = plain.into_iter().cloned().collect();
@@ -1103,8 +1107,8 @@ pub(super) fn holders_filter(rule: &Rule, keys: &[&Key]) -> Document {
     both(referring(rule, keys, &|path| Some(path.query())), rule.target.filter.as_ref())
 }
 
-/// Filter for a reference to one of `keys`. `query` returns the name of a path in the filter, and None for a path that is left out:
-/// not for all of them.
+/// Filter for a reference to one of `keys`. `query` returns the name of a path in the filter, and None for a path that is left out. At
+/// least one path must have a name.
 fn referring(rule: &Rule, keys: &[&Key], query: &dyn Fn(&FieldPath) -> Option<String>) -> Document {
     let paths = rule.reference.paths(Role::Target).enumerate();
     let paths: Vec<(usize, String)> = paths.filter_map(|(nth, path)| Some((nth, query(path)?))).collect();
