@@ -39,7 +39,7 @@ async fn begin_fan_out(test: &TestDb, db: &Database) -> i32 {
     for ip in 1..50 {
         fail(test, doc! {"times": 1}, doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50}).await;
         set_ip(db, ip).await;
-        // An event of an earlier change that arrives after the fan-out has begun would request the fan-out once more.
+        // Otherwise a late event of an earlier change makes the daemon repeat the fan-out.
         let is_recorded = until("the change is applied, or recorded as a fan-out", async || {
             let is_recorded = fan_out(test).await.is_some();
             (is_recorded || with_ip(db, ip).await == u64::try_from(LOGS).unwrap()).then_some(is_recorded)

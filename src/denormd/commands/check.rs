@@ -41,14 +41,12 @@ pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> s
     match left {
         Left { differing: 1, .. } => Err(Failure::Differs("one target differs from its definition".to_owned())),
         Left { differing: n @ 2.., .. } => Err(Failure::Differs(format!("{n} targets differ from their definition"))),
-        Left { refused: n @ 1.., .. } => Err(Error::new(
-            Kind::Refused,
-            format!("{} could not be compared", counted(n, "document")),
-        )
-        .hint(
-            "`denormd dead-letters list` says which and why; `denormd explain RULE ID` shows how a target is computed",
-        )
-        .into()),
+        Left { refused: n @ 1.., .. } => {
+            let unknown = format!("{} could not be compared", counted(n, "document"));
+            let hint = "`denormd dead-letters list` says which and why; `denormd explain RULE ID` shows how a target is \
+                computed";
+            Err(Error::new(Kind::Refused, unknown).hint(hint).into())
+        }
         Left { undecided: n @ 1.., .. } => {
             let changed = format!(
                 "{} changed at every comparison and could not be judged; no other target differs",

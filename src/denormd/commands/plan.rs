@@ -126,7 +126,7 @@ async fn look(loaded: &Loaded, output: Output, plan: &Plan, options: &PlanOption
         if rule.shadow || earlier.get(&rule.name).is_some_and(|before| rule.has_definition(before)) {
             continue;
         }
-        let owner = others.owner(&context, &written_by(rule)).await?;
+        let owner = others.objection(&context, &written_by(rule)).await?;
         let effect = blocked(rule, inspection, earlier.get(&rule.name), &suspected);
         let why: Vec<String> = owner.into_iter().chain(effect).collect();
         if !why.is_empty() {

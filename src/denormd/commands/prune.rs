@@ -27,7 +27,7 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
     let chosen = || known.iter().filter(|(name, _)| rule.is_none_or(|rule| rule == name));
     // A command that is refused removes nothing, so all rules are checked first.
     let all: Vec<Retired> = chosen().flat_map(|(name, _)| retired(&context.plan, &known, name)).collect();
-    if let Some(owner) = OtherDeployments::default().owner(&context, &all).await? {
+    if let Some(owner) = OtherDeployments::default().objection(&context, &all).await? {
         let error = Error::new(Kind::State, format!("nothing is pruned: {owner}"));
         return Err(error
             .hint("to remove that field, first remove that rule from the config of its deployment")

@@ -34,6 +34,14 @@ pub struct Decision {
     pub block: Option<Adoption>,
 }
 
+impl Decision {
+    /// The definition that wrote before this one; None if the decision is about another one.
+    #[must_use]
+    pub fn earlier_than(self, definition: &Document) -> Option<Document> {
+        self.earlier.filter(|_| is_same_definition(&self.definition, definition))
+    }
+}
+
 /// The decisions of a deployment.
 #[derive(Debug, Clone, Copy)]
 pub struct Decisions<'a> {
@@ -58,12 +66,6 @@ impl Decisions<'_> {
     pub async fn of(&self, rule: &str) -> Result<Option<Decision>> {
         let found = bounded(self.collection().find_one(doc! {"_id": self.id(rule)})).await?;
         found.as_ref().map_or(Ok(None), decision_in)
-    }
-
-    /// The definition that wrote before this one, if the latest decision about the rule is about this one.
-    pub async fn earlier_than(&self, rule: &str, definition: &Document) -> Result<Option<Document>> {
-        let last = self.of(rule).await?.filter(|last| is_same_definition(&last.definition, definition));
-        Ok(last.and_then(|last| last.earlier))
     }
 
     /// Records a decision, unless one exists for this definition. Returns the recorded one.

@@ -35,7 +35,7 @@ pub async fn definitions(server: &Server, database: &str, plan: &Plan) -> Result
     }
     let decisions = Decisions { server, database, deployment };
     for (rule, definition) in unfinished {
-        match decisions.earlier_than(&rule, &definition).await? {
+        match decisions.of(&rule).await?.and_then(|last| last.earlier_than(&definition)) {
             Some(earlier) => written.insert(rule, earlier),
             None => written.remove(&rule),
         };

@@ -120,7 +120,7 @@ pub struct OtherDeployments(OnceCell<Vec<(String, String, RuleRecord)>>);
 impl OtherDeployments {
     /// The reason why these fields must not be removed or written: a rule of another deployment owns one of them, as after a change of
     /// the deployment's name. Only deployments with a leader count: the state of a deployment that was removed may still exist.
-    pub async fn owner(&self, context: &Context, paths: &[Retired]) -> Result<Option<String>> {
+    pub async fn objection(&self, context: &Context, paths: &[Retired]) -> Result<Option<String>> {
         if paths.is_empty() {
             return Ok(None);
         }
@@ -168,7 +168,7 @@ pub async fn carry_out(
             taken.path, taken.collection
         )));
     }
-    if let Some(owner) = OtherDeployments::default().owner(context, paths).await? {
+    if let Some(owner) = OtherDeployments::default().objection(context, paths).await? {
         return Ok(RequestOutcome::Refused(owner));
     }
     // Every partition receives the request. One of them writes, once no other has a rule that owns the paths.

@@ -107,7 +107,7 @@ pub async fn carry_out(
     if let Some(other) = others.find(|other| fields.iter().filter(is_left).any(|field| owns(other, field))) {
         return Ok(RequestOutcome::Refused(format!("`{}` owns a field that it would put back", other.name)));
     }
-    if let Some(owner) = OtherDeployments::default().owner(context, &fields).await? {
+    if let Some(owner) = OtherDeployments::default().objection(context, &fields).await? {
         return Ok(RequestOutcome::Refused(format!("{owner}, a field that `undo` would put back")));
     }
     let mut keeping = record.and_then(|record| record.keeping).unwrap_or_default();

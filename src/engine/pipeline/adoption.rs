@@ -60,7 +60,7 @@ async fn decision(
     let same = before.is_some_and(|record| record.runs(rule));
     let decisions = decisions_of(context);
     let is_decided = same && !(rule.adopt && before.is_some_and(|record| record.state.awaits_agreement()));
-    let owner = if is_decided || rule.shadow { None } else { others.owner(whole, &written_by(rule)).await? };
+    let owner = if is_decided || rule.shadow { None } else { others.objection(whole, &written_by(rule)).await? };
     // An adopted rule stays blocked while a rule of another deployment owns its fields.
     if is_decided || same && owner.is_some() {
         // Another definition was decided on and taken back before it ran. If it returns, its effect is counted again.
@@ -72,11 +72,13 @@ async fn decision(
         return Ok(None);
     }
     let last = decisions.of(&rule.name).await?;
-    if let Some(decision) = last.filter(|last| rule.has_definition(&last.definition) && !rule.adopt) {
-        return Ok(Some(decision));
+    // Another partition has decided, or this one before a crash. `adopt: true` agrees to what was blocked.
+    let stands = |last: &&Decision| rule.has_definition(&last.definition) && !(rule.adopt && last.block.is_some());
+    if let Some(decision) = last.as_ref().filter(stands) {
+        return Ok(Some(decision.clone()));
     }
     let earlier = match unfinished(context, rule, before).await? {
-        Some(definition) => decisions.earlier_than(&rule.name, &definition).await?,
+        Some(definition) => last.and_then(|last| last.earlier_than(&definition)),
         None => before.map(|record| record.definition.clone()),
     };
     // `denormd undo` has put back the application's values in fields of that definition, or the application has written values while
