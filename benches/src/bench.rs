@@ -254,7 +254,7 @@ impl Running {
             // Of instances that start together and divide the deployment: one of them does.
             "cannot look for partitions to lead",
             // Of a benchmark that changes all copies at once, while the daemon is held.
-            "the backlog is too long to tell who wrote them",
+            "who wrote them is unknown",
             "the checkpoint will soon fall off the oplog",
         ];
         let warnings = self.daemon.warnings();

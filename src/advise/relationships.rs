@@ -145,19 +145,19 @@ pub fn keys(collections: &[Sampled<'_>]) -> Vec<HeldKey> {
     keys
 }
 
-/// Converts a value to another class of key, as `key_type` does; None if that is impossible.
+/// Converts a value to another class of key, as `key_type` does; None if no `key_type` does it.
 #[must_use]
 pub fn as_class(value: &Bson, wanted: Class) -> Option<Bson> {
     match (denormd_model::shape::class(value)?, wanted) {
         (class, wanted) if class == wanted => Some(value.clone()),
         (Class::Text, Class::ObjectId) => {
-            value.as_str().and_then(|text| ObjectId::parse_str(text).ok()).map(Bson::ObjectId)
+            let text = value.as_str()?;
+            ObjectId::parse_str(text).ok().filter(|id| id.to_hex() == text).map(Bson::ObjectId)
         }
         (Class::ObjectId, Class::Text) => value.as_object_id().map(|id| Bson::String(id.to_hex())),
         (Class::Number, Class::Text) => {
             denormd_model::key::whole_number(value).map(|number| Bson::String(number.to_string()))
         }
-        (Class::Text, Class::Number) => value.as_str().and_then(|text| text.parse().ok()).map(Bson::Int64),
         _ => None,
     }
 }

@@ -21,7 +21,8 @@ pub use operator::{CheckOptions, DeadLetters, Letters, PlanOptions};
   denormd plan --config shop.yaml --apply    create what is missing
   denormd run --config shop.yaml             keep the copies up to date
 
-Exit status: 0 done, 1 failed, 2 usage or config error, 3 check found differences, 4 the cluster lacks something or a rule is blocked."
+Exit status: 0 done, 1 failed, 2 usage or config error, 3 check found differences, 4 the cluster lacks something,
+or the state of a rule (blocked, paused, unavailable, not run yet) does not allow it."
 )]
 pub struct Cli {
     /// Config files and directories, layered in order.
@@ -36,8 +37,8 @@ pub struct Cli {
 }
 
 /// The exit statuses in the help of a command without more precise ones.
-const EXIT_STATUS: &str =
-    "Exit status: 0 done, 1 failed, 2 usage or config error, 4 the cluster lacks something or a rule is blocked.";
+const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 usage or config error, 4 the cluster lacks something, or the state of a rule (blocked, \
+     paused, unavailable, not run yet) does not allow it.";
 
 impl Cli {
     /// Reads the command line. Prints help or an error, and exits, if there is nothing to run.
@@ -181,8 +182,8 @@ pub enum Command {
   denormd run --config shop.yaml
   DENORMD__MONGODB__URI='mongodb://db/?replicaSet=rs0' denormd run --config rules/
 
-SIGTERM and SIGINT let writes in flight finish, save the checkpoint, and exit with 0; a second one ends the process at once, with 1.
-SIGHUP reads the config again.")]
+On SIGTERM or SIGINT, denormd finishes the writes in flight, saves the checkpoint and exits with 0; a second signal ends
+the process at once, with 1. SIGHUP reads the config again.")]
     Run {
         /// Keep running while the config files cannot be loaded or the cluster lacks something: write nothing, report the
         /// reason and try again. Rules that contradict each other still exit with 2. For a sidecar, which must not keep the
@@ -199,8 +200,8 @@ SIGHUP reads the config again.")]
 
 For each rule: the paths it reads and owns, the index of each lookup; and, from a sample of its documents, the share of
 references that resolve by BSON type, fan-out, growth, and what a backfill would change. Then, for each rule and in total,
-how many existing values it would add to, overwrite and remove. It ends with `ready`, with warnings about what looks like a
-mistake, or with a numbered list of what to do.
+how many values it would add, and how many existing ones it would overwrite or remove. It ends with `ready`, with warnings
+about what looks like a mistake, or with a numbered list of what to do.
 
 Exit status: 0 ready, with warnings or without, 1 failed, 2 usage or config error, 4 not ready: something must be done first, or a rule would be blocked.")]
     Plan(PlanOptions),
@@ -210,7 +211,8 @@ Exit status: 0 ready, with warnings or without, 1 failed, 2 usage or config erro
   denormd test tests/*.yaml --output json | jq '.[] | select(.passed | not)'
   denormd test tests/shop.yaml --uri mongodb://localhost:27017/?replicaSet=rs0
 
-A file holds cases: documents before, and what some of them should be afterwards. Values are Extended JSON, as in rules.
+A file holds cases: the documents before the rules run, and the expected state of some of them afterwards. Values are
+Extended JSON, as in rules.
 
   cases:
     - name: a product gets its parts' names
@@ -381,8 +383,9 @@ Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule is ru
   denormd prune old-names --config shop.yaml
   denormd prune --all --dry-run                           every rule that has retired fields
 
-Fields that another rule of the config owns are left alone. The leader does the work, in pages; without a leader, this command
-takes the lease meanwhile.
+Values from before the rule are removed as well, unless `denormd undo RULE` puts them back first. Fields that another rule
+of the config owns are left alone. The leader does the work, in pages; without a leader, this command takes the lease
+meanwhile.
 
 Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule has not run, or a rule of the leader or of another
 deployment owns the fields.")]
@@ -403,8 +406,8 @@ deployment owns the fields.")]
   denormd backfill --config shop.yaml                     every rule
   denormd backfill --config shop.yaml --rule part-names   one
 
-Returns when the backfill is done. The leader does it, and interrupting this command does not stop it. Without a leader, this
-command does, and the next leader resumes where it left off.")]
+Returns when the backfill is done. The leader does the work, and interrupting this command does not stop the backfill.
+Without a leader, this command does the work itself; if it is interrupted, the next leader resumes the backfill.")]
     Backfill {
         /// Rules to backfill; all of them by default.
         #[arg(long)]
@@ -421,9 +424,9 @@ Examples:
   denormd unblock part-names --config shop.yaml
 
 A rule is blocked, and its values stay as they are, when its source collection is gone, when more targets would have lost
-their values than limits.destroy_per_hour allows, or when its first backfill would change existing data. The command shows why,
-with the figures, and agrees: the rule is backfilled, and a source that does not exist counts as an empty one. The agreement is
-for this definition of the rule."
+their values than limits.destroy_per_hour allows, or when its first backfill would change existing data. `denormd status`
+shows the reason and the figures. This command prints them too, and agrees at once, without asking: the rule is
+backfilled, and a source that does not exist counts as empty. The agreement is for this definition of the rule."
     )]
     Unblock {
         /// The rule's name.
@@ -553,7 +556,7 @@ resumed rule is backfilled from the start. `denormd status` names the cause `pau
         #[arg(long, conflicts_with = "rule")]
         all: bool,
         /// Duration of the pause: 90s, 30m, 2h, 7d. Without it, until `denormd resume`.
-        #[arg(long = "for", value_name = "TIME", value_parser = age)]
+        #[arg(long = "for", value_name = "TIME", value_parser = some_time)]
         time: Option<Duration>,
     },
     /// Resumes a paused rule with a full backfill, during live changes.
@@ -650,6 +653,10 @@ fn pair(text: &str) -> Result<(String, String), String> {
 /// Parses a duration: `30m`, `2h`, `7d`, or seconds.
 fn age(text: &str) -> Result<Duration, String> {
     config::span(text).ok_or_else(|| "write a number and s, m, h or d, as in 30m, 2h or 7d".to_owned())
+}
+
+fn some_time(text: &str) -> Result<Duration, String> {
+    age(text).and_then(|time| if time.is_zero() { Err("write a time of at least 1s".to_owned()) } else { Ok(time) })
 }
 
 #[cfg(test)]

@@ -33,6 +33,7 @@ use bson::{Bson, oid::ObjectId};
 
 use crate::{
     cli::{Cli, Command, DaemonAddress, Output},
+    commands::run::signals::Signals,
     server::client::{Daemon, Trust},
 };
 use denormd_engine::{
@@ -114,10 +115,10 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             let (loaded, is_other) = (loaded(), asked.address.is_some());
             support_bundle::support_bundle(loaded, daemon(asked)?, to.as_deref(), is_other).await
         }
-        Command::Run { wait_for_cluster: true } => {
-            run::run(&cli.config, run::load_patiently(&cli.config, &environment).await, true).await
+        Command::Run { wait_for_cluster: true } => run::run_patiently(&cli.config, &environment).await,
+        Command::Run { wait_for_cluster: false } => {
+            run::run(&cli.config, loaded()?, false, Signals::listen(&cli.config)?).await
         }
-        Command::Run { wait_for_cluster: false } => run::run(&cli.config, loaded()?, false).await,
         Command::Plan(options) => plan::plan(&loaded()?, output, options).await,
         Command::Config => {
             about::config(&loaded()?, output);
@@ -272,7 +273,7 @@ pub fn without_record(context: &Context, known: &[(String, RuleRecord)], rule: &
     let names: Vec<&str> = known.iter().map(|(name, _)| name.as_str()).collect();
     let is_planned = context.plan.named(rule).is_some();
     let kind = if is_planned { Kind::State } else { Kind::Config };
-    Error { kind, ..unknown_rule(message, rule, "known are", &names) }
+    Error { kind, ..unknown_rule(message, rule, "known rules", &names) }
 }
 
 /// The values that a text on the command line may stand for: Extended JSON, a plain string, or the digits of an ObjectId.

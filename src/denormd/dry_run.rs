@@ -133,7 +133,10 @@ fn apply(plan: &Plan, rule: &Rule, collections: &Collections, mut target: Docume
     rows.no_input = no_input(rule, collections)?;
     rows.held = create::held_by_others(plan, rule, collections, &wanted)?;
     // A stand-in becomes the document that it stands for, as it is before the rule sets its paths.
-    target.remove(ABSENT);
+    let is_absent = target.remove(ABSENT).is_some();
+    if is_absent && !wanted.iter().any(|key| rows.answer(key)) {
+        return Ok(None);
+    }
     let compared = compare::one(rule, &rows, &target, references, &|_| true)?;
     if let Some(place) = compared.in_the_way(rule, &target) {
         let why = format!("`{place}` of the target is no subdocument, and the rule writes below it");
@@ -198,6 +201,20 @@ mod tests {
     };
 
     use super::*;
+
+    /// A key whose only sources are excluded by a condition on `$$element` has no row, and the daemon creates nothing for it.
+    #[test]
+    fn no_document_is_created_for_a_key_without_rows() {
+        let text = "mongodb: { uri: mongodb://localhost, database: shop }\nrules:\n  - { name: r, aggregate: { source: { collection: \
+                    orders, where: { $expr: { $gt: [$$element.qty, 0] } } }, target: { collection: totals, create: true }, match: \
+                    { _id: \"lines.$[].item\" }, set: { units: { $sum: $$element.qty } }, on_empty: keep } }\n";
+        let plan = compile(&load_str(text, Format::Yaml).unwrap().config, None).unwrap();
+        let order = doc! {"_id": 1, "lines": [{"item": 7, "qty": 0}, {"item": 8, "qty": 2}]};
+        let mut collections =
+            Collections::from([("shop.orders".to_owned(), vec![order]), ("shop.totals".to_owned(), Vec::new())]);
+        assert_eq!(run(&plan, &mut collections).unwrap(), []);
+        assert_eq!(collections["shop.totals"], [doc! {"_id": 8, "units": 2}]);
+    }
 
     /// The dry run deleted only documents without a parent; the daemon also deletes their descendants.
     #[test]

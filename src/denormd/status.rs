@@ -115,8 +115,8 @@ struct State {
     oplog: Oplog,
     /// The difference between the members' clocks, in seconds.
     clock_skew: Option<f64>,
-    /// Dead letters by rule and reason.
-    dead_letters: BTreeMap<String, BTreeMap<String, u64>>,
+    /// Dead letters by rule and reason. None while it is not known whether there are any.
+    dead_letters: Option<BTreeMap<String, BTreeMap<String, u64>>>,
     history: History,
     behind_since: BTreeMap<String, i64>,
     since: BTreeMap<Cause, i64>,
@@ -301,7 +301,12 @@ impl Board {
         if let Some(before) = before {
             context.published.note(|snapshot| snapshot.inherit(&before));
         }
-        state.told = Leadership::Leader { term: context.server.term() };
+        let leader = Leadership::Leader { term: context.server.term() };
+        // After a reload the same leader goes on.
+        if state.attached.is_empty() && state.told != leader {
+            state.dead_letters = None;
+        }
+        state.told = leader;
         state.currency = Currency::default();
         state.attached.insert(place, context);
         state.pipelines += 1;

@@ -473,7 +473,7 @@ async fn start(context: &Arc<Context>) -> Result<Option<Handle>> {
             context.server.abandoned_writes_are_over().await;
             let partitions = format::check(&context.server, database, deployment).await?;
             if partitions != context.partition.of() {
-                tracing::info!(partitions, "the deployment is divided into another number of partitions now");
+                tracing::info!(partitions, "the deployment was repartitioned: its number of partitions has changed");
                 return Ok(None);
             }
             let store = Store::open_partition(&context.server, database, deployment, context.partition).await?;

@@ -8,7 +8,7 @@ mod process;
 mod recent_error;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc,
         atomic::{AtomicI64, Ordering},
@@ -63,7 +63,9 @@ pub struct Metrics {
     retries: IntCounterVec,
     dead_letters_recorded: IntCounterVec,
     /// Number of dead letters.
-    pub dead_letters: IntGaugeVec,
+    dead_letters: IntGaugeVec,
+    /// The rules that had dead letters when they were last counted.
+    with_dead_letters: Mutex<BTreeSet<String>>,
     /// 1 while a rule's backfill is open.
     pub backfill_running: IntGaugeVec,
     fan_outs: IntGaugeVec,
@@ -225,6 +227,7 @@ impl Metrics {
             shadow_differing: f.int_counter_vec("denormd_shadow_differing_total", "Targets that a rule in shadow mode would have changed.", &["rule"])?,
             process: process::Process::new(&f)?,
             recent_errors: Mutex::default(),
+            with_dead_letters: Mutex::default(),
             clock: AtomicI64::new(0),
             registry,
         };
@@ -243,11 +246,12 @@ impl Metrics {
         [&self.rule_lag, &self.rule_chain_lag, &self.max_lag]
     }
 
-    fn counts_of_a_rule(&self) -> [&IntGaugeVec; 5] {
-        [&self.dead_letters, &self.backfill_running, &self.fan_outs, &self.backfill_scanned, &self.backfill_total]
+    fn counts_of_a_rule(&self) -> [&IntGaugeVec; 4] {
+        [&self.backfill_running, &self.fan_outs, &self.backfill_scanned, &self.backfill_total]
     }
 
-    /// Creates the series of these rules, at zero, so that none is missing before the first event.
+    /// Creates the series of these rules, at zero, so that none is missing before the first event. The number of dead letters
+    /// is not known before they are counted.
     pub fn rules<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
         for rule in names {
             for family in self.lags_of_a_rule() {
@@ -269,6 +273,28 @@ impl Metrics {
         }
     }
 
+    /// Records the number of dead letters of a rule, once they are counted.
+    pub fn dead_letters_counted(&self, rule: &str, count: u64) {
+        self.dead_letters.with_label_values(&[rule]).set(i64::try_from(count).unwrap_or(i64::MAX));
+        let mut with_dead_letters = self.with_dead_letters.lock();
+        if count > 0 {
+            with_dead_letters.insert(rule.to_owned())
+        } else {
+            with_dead_letters.remove(rule)
+        };
+    }
+
+    /// Records that it is not known whether there are dead letters.
+    pub fn dead_letters_unknown(&self) {
+        self.dead_letters.reset();
+        self.with_dead_letters.lock().clear();
+    }
+
+    /// True if the rule had dead letters when they were last counted.
+    pub fn has_dead_letters(&self, rule: &str) -> bool {
+        self.with_dead_letters.lock().contains(rule)
+    }
+
     /// Removes the gauges of rules that no longer exist.
     fn retire(&self, rules: &[RuleFacts]) {
         let gone = |name: &String| rules.iter().all(|rule| rule.name != *name);
@@ -280,7 +306,7 @@ impl Metrics {
                 // The family may have no series for the rule.
                 family.remove_label_values(&[rule.as_str()]).ok();
             }
-            for family in self.counts_of_a_rule() {
+            for family in self.counts_of_a_rule().into_iter().chain([&self.dead_letters]) {
                 family.remove_label_values(&[rule.as_str()]).ok();
             }
         }

@@ -23,8 +23,8 @@ const AWAIT_BRIEFLY: Duration = Duration::from_millis(1);
 const LATE_STREAM: Duration = Duration::from_millis(150);
 /// Time without an answer after which a stream does not work at all. Fewer batches would not help it.
 const SILENT: Duration = Duration::from_secs(5);
-/// While a stream is late, one batch runs of this many. In the stream, the changes of other rules come after those of the
-/// backlog, and on a server with two cores three batches leave the stream a third of one.
+/// Divisor of the number of concurrent batches while a stream is late. In the stream, the changes of other rules come
+/// after those of the backlog, and on a server with two cores three batches leave the stream a third of one.
 const ONE_OF: usize = 3;
 /// Delay of work that shrinks by waiting, while a stream is known to hold more. After the delay, one batch of it runs
 /// at a time, so that the server's remaining capacity is free for the stream.

@@ -124,6 +124,7 @@ pub async fn decide(context: &Context) -> Result<()> {
 
 /// Starts following the streams of a plan. New and changed rules are recorded and backfilled.
 pub async fn start(context: Arc<Context>, store: Store) -> Result<Handle> {
+    context.memory.fan_outs.clear();
     // The futures here are large.
     let rules = Box::pin(register_rules(&context, &store)).await?;
     let now = context.server.operation_time().await?;

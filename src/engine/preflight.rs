@@ -263,7 +263,7 @@ fn has_collation(info: Option<&Document>) -> bool {
 
 /// A rule that creates documents needs `_id`s that are compared byte by byte, as keys are.
 fn own_collation(rule: &Rule, namespace: &Namespace) -> Finding {
-    let message = format!("`{namespace}` has a collation, so that two keys of the rule may be one `_id`");
+    let message = format!("`{namespace}` has a collation, so two different keys of the rule could have the same `_id`");
     Finding {
         hint: Some("create the documents in a collection without a collation".to_owned()),
         ..Finding::new(rule, message)
@@ -560,7 +560,9 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
             "collation": read::simple_collation(),
         },
     );
-    for (database, command) in [sources, targets] {
+    let without_source =
+        read::no_input(rule).map(|command| (&rule.source.namespace.database, over_no_documents(command)));
+    for (database, command) in [sources, targets].into_iter().chain(without_source) {
         let Err(refused) = server.database(database).run_command(command).await else { continue };
         // No document is read, so the text only quotes the rule.
         let text = server_text(&refused).map(|text| format!(": {text}")).unwrap_or_default();
@@ -583,7 +585,15 @@ async fn try_read(server: &Server, rule: &Rule) -> Result<Option<Finding>> {
 
 /// The place of the first value of the rule that the server refuses to parse on its own.
 async fn refused_value(server: &Server, rule: &Rule) -> Result<Option<ConfigPath>> {
-    for (place, value, is_accumulator) in rule.values_at() {
+    let otherwise: Vec<_> = match &rule.values {
+        Values::Set { assignments, otherwise: Some(values), .. } => {
+            let at = rule.at().key("otherwise");
+            let pairs = assignments.iter().zip(values);
+            pairs.filter_map(|(one, value)| Some((at.key(&one.path.to_string()), value.as_ref()?, false))).collect()
+        }
+        _ => Vec::new(),
+    };
+    for (place, value, is_accumulator) in rule.values_at().into_iter().chain(otherwise) {
         let stage = if is_accumulator {
             doc! {"$group": {"_id": null, "v": value.clone()}}
         } else {

@@ -54,8 +54,13 @@ use denormd_rules::plan::RuleId;
 
 pub use pending::Pending;
 
-/// Least keys of a batch, if there are as many: a batch costs the same reads and writes for one of them.
+/// Minimum number of keys in a batch, if that many are pending: a batch costs the same number of commands as a single
+/// key.
 const SMALL: usize = 50;
+/// Time limit for the guard's verdict in a rule that is never idle, or on a target that others go on writing.
+pub const LONGEST_UNCONFIRMED: Duration = Duration::from_secs(60);
+/// Time after which a key that fails whenever it is tried is given up, if requests keep coming.
+const LONGEST_FAILING: Duration = Duration::from_secs(60);
 /// Slow keys that are remembered after they are done.
 const KNOWN_SLOW: usize = 10_000;
 /// Outdated entries of `delayed` are removed once it holds this many more than twice the number of keys.
@@ -80,8 +85,11 @@ pub struct Work {
     pub after: ClusterTime,
     /// Wall time of the oldest event, in milliseconds since 1970.
     pub committed: Option<i64>,
-    /// Failed attempts.
+    /// Failed attempts since the last request.
     pub attempts: u32,
+    /// Time since which each attempt has failed because a write took too long or a privilege is missing, however many
+    /// requests came after that.
+    pub failing_since: Option<Instant>,
     /// Time limit of its reads, if they have taken too long. Such a key is slow: it runs alone.
     pub read_limit: Option<Duration>,
     /// Maximum number of keys in a batch with this key, once a larger read has timed out.
@@ -95,7 +103,9 @@ pub struct Work {
     pub unconfirmed_since: Option<Instant>,
     /// Time at which the reference was first found to dangle, however many requests came after that.
     pub missing_since: Option<Instant>,
-    /// The unconfirmed mismatch that the guard found then.
+    /// Time at which the guard first found the target to differ, however many requests came after that.
+    pub differs_since: Option<Instant>,
+    /// The unconfirmed mismatch that the guard found at `unconfirmed_since`.
     pub unconfirmed_mismatch: UnconfirmedMismatch,
     /// Time since which it waits for other documents of its tree.
     pub waits_since: Option<Instant>,
@@ -132,7 +142,8 @@ pub enum Verdict {
     Postponed,
     /// Every change up to the comparison is applied: the target was written by someone else.
     Drift,
-    /// Undecided. The events that would decide are not read until the queue has room, and such targets fill the queue.
+    /// Undecided. The events that would decide are not read until the queue has room, and such targets fill the queue; or the
+    /// target has been written again and again for longer than [`LONGEST_UNCONFIRMED`].
     Unconfirmed,
 }
 
@@ -140,6 +151,8 @@ pub enum Verdict {
 struct Entry {
     /// The next work on the key.
     pending: Option<Work>,
+    /// The work after that, requested while the next one waits for earlier writes.
+    later: Option<Work>,
     /// The origins of the work that a batch currently does on the key.
     running: Option<Origins>,
     /// True if the key is in its lane because of `pending`.
@@ -150,6 +163,8 @@ struct Entry {
     cooling: bool,
     /// Batches with a lower number must end first ([`Task::Parents`]).
     barrier: u64,
+    /// The same for `later`.
+    barrier_of_later: u64,
     /// Commit time of the oldest change that the key waits or runs for, as counted by [`Oldest`].
     since: Option<i64>,
 }
@@ -455,17 +470,21 @@ impl WorkQueue {
                 self.pending.entered(queue_key.lane.0, &queue_key.key);
             }
         }
+        let (oldest_write, barrier) = (self.oldest_write(request.rule), self.taken + 1);
         let entry = self.entries.entry(queue_key.clone()).or_default();
-        let before = entry.pending.as_ref().map_or(0, |work| weight(&queue_key.key, &work.scope));
-        let work = match entry.pending.take() {
+        // A later barrier would hold up what waits already: a source that goes on changing would keep it for ever.
+        let comes_later = entry.in_lane && request.task == Task::Parents && oldest_write < barrier;
+        let slot = if comes_later { &mut entry.later } else { &mut entry.pending };
+        let before = slot.as_ref().map_or(0, |work| weight(&queue_key.key, &work.scope));
+        let work = match slot.take() {
             Some(pending) => pending.merge(work),
             None => Work { read_limit: self.slow.known.get(&queue_key).copied(), ..work },
         };
         let work = work.with_origin(origin, watermark);
         self.weights.adjust(queue_key.lane, weight(&queue_key.key, &work.scope), before);
-        entry.pending = Some(work);
+        *slot = Some(work);
+        *(if comes_later { &mut entry.barrier_of_later } else { &mut entry.barrier }) = barrier;
         entry.since = self.oldest.replace(request.rule, entry.since, earliest(entry.since, origin.committed));
-        entry.barrier = self.taken + 1;
         if entry.cooling {
             return;
         }
@@ -723,6 +742,9 @@ impl Entry {
             return None;
         }
         let work = self.pending.take()?;
+        if self.later.is_some() {
+            (self.pending, self.barrier) = (self.later.take(), self.barrier_of_later);
+        }
         self.running = Some(work.origins.clone());
         Some(work)
     }
@@ -737,6 +759,13 @@ fn writes(task: Task) -> bool {
 }
 
 impl Work {
+    /// True if each attempt has failed for so long that the number of attempts no longer matters: a key may be requested
+    /// more often than it fails.
+    #[must_use]
+    pub fn has_failed_for_long(&self) -> bool {
+        self.failing_since.is_some_and(|since| since.elapsed() > LONGEST_FAILING)
+    }
+
     /// Maximum number of keys in a batch with this one.
     fn max_batch_keys(&self) -> usize {
         // A restarted statement takes seconds, for which other keys of the batch would wait.
@@ -749,11 +778,13 @@ impl Work {
         self.after = self.after.max(newer.after);
         self.committed = earliest(self.committed, newer.committed);
         self.attempts = 0;
+        self.failing_since = self.failing_since.or(newer.failing_since);
         self.read_limit = self.read_limit.or(newer.read_limit);
         self.batch_keys = self.batch_keys.or(newer.batch_keys);
         self.restarted = self.restarted.or(newer.restarted);
         self.is_counted &= newer.is_counted;
         self.unconfirmed_since = None;
+        self.differs_since = self.differs_since.or(newer.differs_since);
         self.missing_since = self.missing_since.or(newer.missing_since);
         self.waits_since = self.waits_since.or(newer.waits_since);
         self
@@ -879,6 +910,41 @@ mod tests {
 
     fn named(ids: &[i32]) -> Scope {
         Scope::Named(ids.iter().map(|id| Key::one(Bson::Int32(*id))).collect::<HashSet<_>>())
+    }
+
+    /// The parents of a source that went on changing were never looked up while writes of the rule overlapped.
+    #[test]
+    fn a_new_request_does_not_hold_up_one_that_waits_for_writes() {
+        let mut bench = Bench::new();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let first = bench.take().unwrap();
+        bench.push(Task::Parents, 9, Scope::All, 2);
+        bench.push(Task::Value, 2, Scope::All, 3);
+        let second = bench.take().unwrap();
+        assert_eq!(second.lane.1, Task::Value);
+        bench.push(Task::Parents, 9, Scope::All, 4);
+        assert!(bench.take().is_none());
+        bench.done(first);
+        let parents = bench.take().unwrap();
+        assert_eq!(parents.lane.1, Task::Parents);
+        bench.routed(2);
+        bench.done(parents);
+        assert!(bench.take().is_none(), "the later request waits for the second write");
+        bench.done(second);
+        assert_eq!(bench.keys(), [9]);
+    }
+
+    /// A key that changed more often than it failed was tried for ever, and never became a dead letter.
+    #[test]
+    fn a_new_request_does_not_hide_how_long_a_key_fails() {
+        let mut bench = Bench::new();
+        let failing_since = Some(Instant::now());
+        bench.push(Task::Value, 1, Scope::All, 1);
+        let batch = bench.take().unwrap();
+        bench.push(Task::Value, 1, Scope::All, 1);
+        bench.finish(batch, |work| Finish::Again { work: Work { failing_since, ..work }, delay: Duration::ZERO });
+        bench.push(Task::Value, 1, Scope::All, 1);
+        assert_eq!(bench.take().unwrap().items[0].1.failing_since, failing_since);
     }
 
     /// A restarted key takes seconds: it shares its batch with no other key, and is not lost behind the others.

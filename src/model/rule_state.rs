@@ -68,13 +68,13 @@ pub enum BlockReason {
 /// Effect of a rule's first backfill on existing data.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Adoption {
-    /// Targets that would get a value where they have none.
+    /// Values that would be written where there is none.
     #[serde(rename = "adds", default)]
     pub adds: u64,
-    /// Targets whose value would change.
+    /// Existing values that would change.
     #[serde(rename = "overwrites", default)]
     pub overwrites: u64,
-    /// Targets whose value would be removed.
+    /// Existing values that would be removed, with those of deleted documents and elements.
     #[serde(rename = "removes", default)]
     pub removes: u64,
     /// Targets that were inspected.

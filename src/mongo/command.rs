@@ -78,11 +78,13 @@ pub struct Batches {
     primary: Primary,
     /// Time of the last check whether the primary has changed.
     checked: Instant,
+    /// Time limit for each answer; none for a stream, which passes over any number of other events before it answers.
+    limit: Option<Duration>,
 }
 
 impl Batches {
-    fn new(cursor: mongodb::raw_batch_cursor::RawBatchCursor, primary: Primary) -> Self {
-        Self { cursor, primary, checked: Instant::now() }
+    fn new(cursor: mongodb::raw_batch_cursor::RawBatchCursor, primary: Primary, limit: Option<Duration>) -> Self {
+        Self { cursor, primary, checked: Instant::now(), limit }
     }
 
     /// The next batch; None after the last one.
@@ -94,7 +96,7 @@ impl Batches {
             }
             self.checked = Instant::now();
         }
-        Ok(self.primary.attend(self.cursor.next()).await?.transpose()?)
+        Ok(answered(self.limit, self.primary.attend(self.cursor.next())).await?.transpose()?)
     }
 }
 
@@ -138,6 +140,14 @@ fn concern(after: ClusterTime) -> Document {
     } else {
         doc! {"level": "majority", "afterClusterTime": Timestamp::from(after)}
     }
+}
+
+/// An answer within the limit. A connection may be dead although the server is well and still the primary: a gateway that has
+/// forgotten it drops what is sent.
+async fn answered<T>(limit: Option<Duration>, answer: impl Future<Output = Result<T>>) -> Result<T> {
+    let Some(limit) = limit else { return answer.await };
+    let answer = tokio::time::timeout(limit, answer).await;
+    answer.unwrap_or_else(|_| Err(Error::new(Kind::Connection, "no answer in time")))
 }
 
 fn read_too_long(error: Error) -> Error {
@@ -381,6 +391,12 @@ impl Server {
         let after = after.max(*self.acknowledged.lock());
         let mut command = limited(command, READ_TIMEOUT);
         command.insert("readConcern", concern(after));
+        // The server ends it at its own limit.
+        let limit = command
+            .get("maxTimeMS")
+            .and_then(denormd_model::key::whole_number)
+            .and_then(|limit| u64::try_from(limit).ok());
+        let limit = limit.filter(|limit| *limit > 0).map(|limit| Duration::from_millis(limit) + HELLO);
         let primary = Primary::of(&self.client);
         let database = self.database(database);
         let command = text::unescaped(RawDocumentBuf::try_from(&command)?);
@@ -388,8 +404,8 @@ impl Server {
             return Err(Error::new(Kind::TooLarge, "the read does not fit into one command"));
         }
         let opened = database.run_raw_cursor_command(command).selection_criteria(primary.criteria()).batch();
-        let cursor = primary.attend(opened).await?.map_err(|error| read_too_long(error.into()))?;
-        Ok(Pages(Batches::new(cursor, primary)))
+        let cursor = answered(limit, primary.attend(opened)).await?.map_err(|error| read_too_long(error.into()))?;
+        Ok(Pages(Batches::new(cursor, primary, limit)))
     }
 
     /// Follows a cursor that never ends: a batch may be empty, and arrives after `wait` at the latest.
@@ -404,7 +420,7 @@ impl Server {
             .max_time(wait)
             .batch();
         let cursor = primary.attend(opened).await??;
-        Ok(Batches::new(cursor, primary))
+        Ok(Batches::new(cursor, primary, None))
     }
 
     /// Runs independent update statements, acknowledged by a majority.
@@ -469,6 +485,7 @@ impl Server {
                 continue;
             };
             let refused = written.refused.len();
+            let time = reply.get_timestamp("operationTime").ok();
             let mut taken = Written::default();
             match take_reply(reply, start, usize::from(checked == Checked::First), &mut taken) {
                 // An expression in `target.where` may fail with the same code. Sending the chunk again with the check in its
@@ -478,6 +495,11 @@ impl Server {
                     continue;
                 }
                 result => result?,
+            }
+            // An error that the reply contains may be that a majority has not acknowledged it: reads would wait for that.
+            if let Some(time) = time {
+                let mut acknowledged = self.acknowledged.lock();
+                *acknowledged = (*acknowledged).max(time.into());
             }
             written.add(taken);
             // A router that has lost a shard's answer says so of each statement that it sent there: that shard may
@@ -551,11 +573,6 @@ impl Server {
             }
         }
         sent.ended();
-        let reply = result.as_ref().ok().and_then(Option::as_ref);
-        if let Some(time) = reply.and_then(|reply| reply.get_timestamp("operationTime").ok()) {
-            let mut acknowledged = self.acknowledged.lock();
-            *acknowledged = (*acknowledged).max(time.into());
-        }
         result.map_err(|error| if error.code == Some(code::TOO_LATE) { too_late() } else { error })
     }
 

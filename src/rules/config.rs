@@ -15,7 +15,7 @@ pub mod format;
 pub mod key;
 pub mod keys;
 mod layer;
-mod literal;
+pub(crate) mod literal;
 pub mod load;
 pub mod matrix;
 mod reader;

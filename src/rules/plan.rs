@@ -13,6 +13,6 @@ pub mod touch;
 pub mod tree;
 
 pub use bucket::Bucket;
-pub use compile::{compile, is_once, owned_paths};
+pub use compile::{compile, is_once, narrowed, owned_paths};
 pub use reference::{Pair, Reference};
 pub use rule::{Assignment, Creates, Groups, Keyed, Plan, Rule, RuleId, Side, Values, is_same_definition};

@@ -132,6 +132,27 @@ async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
     daemon.stop().await;
 }
 
+/// Once, the rules of open fan-outs were backfilled when the number of partitions changed, even those whose backfill is
+/// asked for by hand.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fan_out_goes_on_in_the_partition_that_owns_its_key() {
+    let Slow { _set, test, db, daemon, ip } = Slow::begin(800).await;
+    half_done(&test).await;
+    daemon.kill();
+    fail(&test, "off", doc! {}).await;
+    for partitions in [3, 2] {
+        let daemon =
+            Daemon::start_config(&format!("{}lease: {{ partitions: {partitions} }}\n", config(&test, RULES))).await;
+        daemon.settled().await;
+        assert_eq!(with_ip(&db, ip).await, u64::try_from(LOGS).unwrap());
+        assert_eq!(fan_out(&test).await, None);
+        let rules = test.beside("state").collection::<Document>("rules");
+        let backfilled = doc! {"$or": [{"backfill": {"$ne": "done"}}, {"generation": {"$ne": 1_i64}}]};
+        assert_eq!(rules.find_one(backfilled).await.unwrap(), None, "only the first start has backfilled");
+        daemon.stop().await;
+    }
+}
+
 /// Changes host 1, which has too many targets for one statement, and returns the operations that write the rest, once
 /// there are `enough`. At the end everything is correct, and there was no fan-out job.
 async fn restarted(db: &Database, test: &TestDb, enough: usize) -> Vec<Document> {

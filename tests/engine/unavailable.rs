@@ -95,7 +95,7 @@ async fn a_revoked_privilege_suspends_its_rule_alone_until_it_is_granted() {
     }
     let (code, _, error) = running.command(&["release", "a"]);
     assert_eq!(code, Some(4), "{error}");
-    assert!(error.contains("is unavailable") && error.contains("comes back by itself"), "{error}");
+    assert!(error.contains("is unavailable") && error.contains("resumes by itself"), "{error}");
     change("grantPrivilegesToRole").await;
     is_copied(&db, "a", 2, &running).await;
     running.until("it is back", |status| !causes(status).contains(&"unavailable")).await;

@@ -12,9 +12,14 @@ use bson::{Document, doc};
 use denormd::server::client;
 use denormd_engine::events::Event;
 use denormd_fixture::{Builder, Proxy, ReplicaSet, TestDb, Weather};
+use denormd_model::position::ClusterTime;
+use denormd_mongo::{Server, error::Kind};
 use serde_json::Value;
 
-use crate::{operations::scraped::Prometheus, support::running::Running};
+use crate::{
+    operations::scraped::Prometheus,
+    support::{daemon::PATIENCE, running::Running},
+};
 
 const RULES: &str = "  - { name: ip, copy: { source: hosts, target: log, match: { host: _id }, set: { ip: $ip } } }
   - { name: note, copy: { source: log, target: notes, match: { log: _id }, set: { ip: $ip } } }";
@@ -204,6 +209,25 @@ async fn the_daemons_alone_are_cut_off_from_the_database() {
     let let_go = SystemTime::now();
     way.set(Weather::default());
     over(&all, &test, let_go).await;
+}
+
+/// Reads had no limit of their own: one on a connection that a gateway had forgotten waited for a quarter of an hour, until
+/// TCP gave it up.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_ends_although_its_connection_is_dead() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    hosts_and_log(&test).await;
+    let way = Proxy::to(set.node(0).port()).await;
+    let uri = format!("mongodb://127.0.0.1:{}/?directConnection=true", way.port());
+    let server = Server::new(denormd_fixture::client(&uri).await);
+    let command = doc! {"find": "log", "filter": {}, "batchSize": 1, "maxTimeMS": 1000_i64};
+    let mut pages = server.pages(&test.name, command.clone(), ClusterTime::default()).await.unwrap();
+    assert_eq!(pages.next().await.unwrap().map(|rows| rows.len()), Some(1));
+    way.set(LOST);
+    let (next, read) = (pages.next(), server.read(&test.name, command, ClusterTime::default()));
+    let (next, read) = tokio::time::timeout(PATIENCE, async { tokio::join!(next, read) }).await.expect("both end");
+    assert_eq!((next.unwrap_err().kind, read.unwrap_err().kind), (Kind::Connection, Kind::Connection));
 }
 
 #[tokio::test(flavor = "multi_thread")]

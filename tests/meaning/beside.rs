@@ -246,7 +246,7 @@ async fn check_and_explain_show_the_element_and_the_path_beside_it() {
     assert_eq!(text.matches("<- differs").count(), 1, "{text}");
     let text = program.run(&["explain", "feed", "1"]).await.exits(0).out;
     assert!(text.contains("likes.$[], element 0: 2, found in"), "{text}");
-    assert!(text.contains("likes.$[], element 1: 7, no document of"), "{text}");
+    assert!(text.contains("likes.$[], element 1: 7, not found in"), "{text}");
     let text = program.run(&["plan", "--apply"]).await.out;
     assert!(text.contains("target by target"), "{text}");
     let daemon = Daemon::start_loaded(&load(&config)).await;

@@ -879,8 +879,8 @@ fn what_makes_no_sense_is_refused_with_a_reason() {
         (copy("set: { n: $$targetElement.q }"), "`match` binds no array of the target"),
         (copy("set: { n: '$$target.l.$[].q' }"), "`$[]` has no meaning in an expression"),
         (copy("once: true, set: { n: $$target.q }"), "`once` fills a value and keeps it"),
-        (copy("on_missing: delete, set: { n: $$target.q }"), "`delete` goes by the reference alone"),
-        (each("on_missing: remove, set: { 'l.$[].n': $$target.q }"), "`remove` goes by the reference alone"),
+        (copy("on_missing: delete, set: { n: $$target.q }"), "`delete` depends on the reference alone"),
+        (each("on_missing: remove, set: { 'l.$[].n': $$target.q }"), "`remove` depends on the reference alone"),
         (
             "copy: { source: s, target: t, match: { 'a.$[].b.$[].s': _id }, set: { 'a.$[].b.$[].n': $$target.q } }".to_owned(),
             "an array inside another array",

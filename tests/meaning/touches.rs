@@ -378,7 +378,7 @@ async fn plan_and_explain_name_the_path_and_drift_is_repaired_with_a_time() {
     let program = Program::new(&config);
     let text = program.run(&["plan"]).await.exits(0).out;
     assert!(text.contains("touch       at gets the server's time with each change"), "{text}");
-    assert!(text.contains("makes all clients that sync by it sync again"), "{text}");
+    assert!(text.contains("clients that sync by this path fetch all changed targets again"), "{text}");
     let daemon = Daemon::start_loaded(&load(&config)).await;
     daemon.settled().await;
     let first = all(&db, "t").await[0].get_datetime("at").unwrap().timestamp_millis();

@@ -3,14 +3,17 @@
 use std::time::{Duration, Instant};
 
 use bson::{Bson, Document, doc};
-use denormd_fixture::TestDb;
+use denormd_fixture::{ReplicaSet, TestDb};
 use mongodb::Database;
 use serde_json::json;
 
-use crate::support::{
-    daemon::{Daemon, PATIENCE, config, until},
-    process::{Daemon as Process, Program},
-    running::{Running, causes},
+use crate::{
+    engine::fan_outs::fail,
+    support::{
+        daemon::{Daemon, PATIENCE, config, until},
+        process::{Daemon as Process, Program},
+        running::{Running, causes},
+    },
 };
 use denormd::status::Status;
 
@@ -39,7 +42,7 @@ async fn explain_says_what_should_be_there_and_where_it_comes_from() {
     parts.$[].name
       expected \"Spoke\"
       stored   \"Hub\"   <- differs
-  parts.$[].id, element 1: 9, no document of {0}.parts answers
+  parts.$[].id, element 1: 9, not found in {0}.parts
     parts.$[].name
       expected and stored nothing
   parts.$[].id, element 2: refers to nothing
@@ -106,7 +109,7 @@ async fn dead_letters_are_listed_retried_and_dropped() {
     for action in ["list", "retry", "drop"] {
         let told = program.run(&["dead-letters", action, "--rule", "nmaes"]).await.exits(2);
         assert!(told.err.contains("has a rule `nmaes`"), "{}", told.err);
-        assert!(told.err.contains("did you mean `names`? known are: names"), "{}", told.err);
+        assert!(told.err.contains("did you mean `names`? known rules: names"), "{}", told.err);
     }
     let tried = program.run(&["dead-letters", "retry", "--all"]).await.exits(1);
     assert!(tried.out.ends_with("2 dead letters tried, 2 left\n"), "{}", tried.out);
@@ -119,7 +122,7 @@ async fn dead_letters_are_listed_retried_and_dropped() {
     program.run(&["resume", "names"]).await.exits(0);
     program.backfilled(&test, 1).await;
     let dropped = program.run(&["dead-letters", "drop", "--rule", "names", "--key", "1"]).await.exits(0);
-    assert_eq!(dropped.out, "1 dead letter forgotten; their targets stay as they are\n");
+    assert_eq!(dropped.out, "1 dead letter dropped; their targets stay as they are\n");
     db.run_command(doc! {"collMod": "products", "validator": {}}).await.unwrap();
     let tried = program.run(&["dead-letters", "retry", "--rule", "names"]).await.exits(0);
     assert!(tried.out.ends_with("1 dead letter tried, 0 left\n"), "{}", tried.out);
@@ -157,11 +160,57 @@ async fn a_dead_letter_is_chosen_by_the_digits_of_an_objectid() {
     assert!(code == Some(1) && error.contains("may stand for several values"), "{code:?} {told}{error}");
     for key in [id.to_hex().as_str(), "\"17\""] {
         let (code, told, error) = running.command(&["dead-letters", "drop", "--key", key]);
-        assert!(code == Some(0) && told.starts_with("1 dead letter forgotten"), "{code:?} {told}{error}");
+        assert!(code == Some(0) && told.starts_with("1 dead letter dropped"), "{code:?} {told}{error}");
     }
 }
 
 const SHARE: &str = "  - { name: share, guard: off, copy: { source: hosts, target: logs, match: { host: _id }, set: { share: { $divide: [$a, $b] } } } }";
+
+/// The retry once ended at the first stopped rule, without a word about those before it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_retry_of_all_passes_over_stopped_rules() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "a": 1, "b": 2}).await.unwrap();
+    db.collection("logs").insert_one(doc! {"_id": 7, "host": 1}).await.unwrap();
+    let other = SHARE.replace("name: share", "name: other").replace("{ share:", "{ other:");
+    let running = Running::start(&test, &format!("{SHARE}\n{other}"), "").await;
+    db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"b": 0}}).await.unwrap();
+    running.until("both rules have a dead letter", |status| status.dead_letters == 2).await;
+    let (code, told, error) = running.command(&["pause", "share"]);
+    assert_eq!(code, Some(0), "{told}{error}");
+    let (code, told, error) = running.command(&["dead-letters", "retry", "--all"]);
+    assert!(code == Some(4) && told.ends_with("\n1 dead letter tried, 1 left\n"), "{code:?} {told}{error}");
+    assert!(error.contains("rule `share` is paused") && error.contains("these rules are stopped: share"), "{error}");
+    let (code, told, error) = running.command(&["dead-letters", "retry", "--all", "--output", "json"]);
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    assert_eq!((code, &told["tried"], &told["stopped_rules"]), (Some(4), &json!(1), &json!(["share"])), "{error}");
+}
+
+/// A count that failed was shown as none, and the headline said that every change is applied.
+#[tokio::test(flavor = "multi_thread")]
+async fn dead_letters_that_cannot_be_counted_are_not_said_to_be_none() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    db.collection("hosts").insert_one(doc! {"_id": 1, "a": 1, "b": 2}).await.unwrap();
+    db.collection("logs").insert_one(doc! {"_id": 7, "host": 1}).await.unwrap();
+    let running = Running::start(&test, SHARE, "").await;
+    running.until("they are counted", |status| status.summary.starts_with("Not behind: every change is")).await;
+    let gauge = "denormd_dead_letters{rule=\"share\"}";
+    assert_eq!(running.metric(gauge).await, Some(0.0));
+    let namespace = format!("{}.dead_letters", test.beside("state").name());
+    let failing = doc! {"failCommands": ["aggregate"], "appName": "denormd", "namespace": namespace, "errorCode": 50};
+    fail(&test, "alwaysOn", failing).await;
+    running.until("their number is not known", |status| !status.dead_letters_known).await;
+    let status = running.status().await;
+    assert!(status.summary.contains("It is not known yet whether there are dead letters."), "{}", status.summary);
+    assert_eq!(running.metric(gauge).await, None);
+    let (_, told, _) = running.command(&["status"]);
+    assert!(told.lines().any(|line| line.trim().starts_with("share ") && line.trim_end().ends_with('-')), "{told}");
+    fail(&test, "off", doc! {}).await;
+    running.until("they are counted again", |status| status.dead_letters_known && status.dead_letters == 0).await;
+}
 
 /// A target that cannot be computed once made `check` exit with 0, and `explain` print the server's error alone. Its dead
 /// letter was still listed, for up to an hour, after a change had corrected the source.
@@ -221,11 +270,7 @@ async fn a_dead_letter_that_cannot_be_read_is_listed_until_it_is_dropped() {
     let told: serde_json::Value = serde_json::from_str(&told).unwrap();
     assert_eq!((code, &told["left"][0]["id"]["task"]), (Some(1), &serde_json::json!("Later")), "{told}");
     let (code, told, error) = running.command(&["dead-letters", "drop", "--rule", "share"]);
-    assert_eq!(
-        (code, told.as_str()),
-        (Some(0), "1 dead letter forgotten; their targets stay as they are\n"),
-        "{error}"
-    );
+    assert_eq!((code, told.as_str()), (Some(0), "1 dead letter dropped; their targets stay as they are\n"), "{error}");
     running.until("it is gone", |status| status.dead_letters == 0).await;
 }
 
@@ -411,6 +456,8 @@ async fn pause_all_stops_every_rule_and_resume_all_ends_it() {
     let (program, daemon) = two_rules(&test).await;
     program.run(&["pause", "--all", "host"]).await.exits(2);
     program.run(&["pause"]).await.exits(2);
+    // It began a backfill at once, again and again.
+    program.run(&["pause", "--all", "--for", "0m"]).await.exits(2);
 
     let told = program.run(&["pause", "--all"]).await.exits(0);
     assert!(told.out.starts_with("2 rules are paused until `denormd resume --all`"), "{}", told.out);
@@ -461,8 +508,7 @@ async fn a_pause_without_an_end_is_not_given_one() {
     assert_eq!(until("host").await, Bson::Null);
     // An end may be changed, and taken away.
     let told = program.run(&["pause", "--all", "--for", "20m", "--output", "json"]).await.exits(0);
-    let expected =
-        json!({"rules": ["room"], "paused": true, "seconds": 1200, "without_end": ["host"], "not_registered": []});
+    let expected = json!({"rules": ["room"], "paused": true, "seconds": 1200, "without_end": ["host"], "blocked": [], "not_registered": []});
     assert_eq!(told.json(), expected);
     let second = until("room").await;
     assert!(second.as_datetime() > first.as_datetime(), "{first} {second}");
@@ -545,7 +591,7 @@ async fn a_rule_that_waits_for_its_backfill_is_in_the_headline() {
     let of = |status: &Status, rule: usize| (status.rules[rule].state.clone(), status.rules[rule].lag_seconds);
     let settled = |status: &Status| {
         let is_live = status.rules.len() == 2 && of(status, 1) == ("live".to_owned(), Some(0.0));
-        is_live && causes(status) == ["awaiting_backfill"]
+        is_live && status.dead_letters_known && causes(status) == ["awaiting_backfill"]
     };
     let status = running.until("the other rule is not behind", settled).await;
     assert_eq!(of(&status, 0), ("awaiting_backfill".to_owned(), None));

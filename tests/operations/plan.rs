@@ -405,6 +405,10 @@ async fn an_expression_that_the_server_refuses_is_shown_at_its_place() {
     assert!(told.contains("shop.yaml:14: the server refuses the rule's expressions or filters"), "{told}");
     assert!(told.contains("14 |         b: { $dateToString"), "{told}");
     assert!(told.contains("\n      |         ^"), "{told}");
+    // It was only met at the first reference without a source.
+    let rules = "  - name: r\n    allow_scan: true\n    copy:\n      source: hosts\n      target: logs\n      match: { host: _id }\n      set: { a: $name, b: $name }\n      otherwise:\n        a: none\n        b: { $dateToString: { format: \"%Y\" } }";
+    let told = Program::new(&config(&test, rules)).run(&["plan"]).await.exits(4).out;
+    assert!(told.contains("shop.yaml:15: the server refuses the rule's expressions or filters"), "{told}");
 }
 
 /// The steps of a rule whose `match` is reversed are those of another rule.

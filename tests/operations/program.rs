@@ -112,6 +112,22 @@ async fn shop() -> (TestDb, Database) {
     (test, db)
 }
 
+/// The first process of a container ignored SIGTERM while it waited for its config.
+#[test]
+fn sigterm_ends_a_daemon_that_waits_for_its_config() {
+    let file = File::new("rules: [");
+    let mut child = denormd()
+        .args(["run", "--wait-for-cluster", "--config"])
+        .arg(file.path())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut log = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    assert!(log.any(|line| line.contains("the config is read again until it is right")));
+    assert!(Command::new("kill").arg(child.id().to_string()).status().unwrap().success());
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
 #[test]
 fn a_config_mistake_is_shown_with_its_place_and_a_suggestion() {
     let file = File::new(

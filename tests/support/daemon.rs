@@ -195,7 +195,7 @@ impl Daemon {
         }
         if of > 1 {
             // It leads without a lease, and therefore without a term.
-            for name in ["rules", "positions"] {
+            for name in ["rules", "positions", "fan_outs"] {
                 let states = context.server.collection(&dead_letters.database, name);
                 states.update_many(doc! {}, doc! {"$set": {"term": 0_i64}}).await.unwrap();
             }

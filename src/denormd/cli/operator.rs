@@ -14,7 +14,7 @@ pub struct PlanOptions {
     /// Number of targets to draw at random for each rule; 0 for none.
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u32).range(0..=100_000))]
     pub sample: u32,
-    /// Show examples of existing values that would be added, overwritten or removed.
+    /// Show examples of the values that would be added, overwritten or removed.
     #[arg(long)]
     pub show_values: bool,
 }
@@ -74,7 +74,7 @@ run.")]
         all: bool,
     },
     /// Drops them without a retry. Their targets stay as they are until a source or a reference changes, or until the
-    /// next audit.
+    /// next audit, unless the rule has `guard: off` or `on_drift: report`.
     #[command(after_help = "Examples:
   denormd dead-letters drop --rule part-names --key 17")]
     Drop {

@@ -53,7 +53,8 @@ pub async fn backfill(
                 return Err(stopped(&rule.name, &record.state).into());
             }
             Ok(_) => known.push(&rule.name),
-            Err(unknown) if led || no_wait => return Err(unknown.into()),
+            // Of another kind, it does not say that the rule has not run.
+            Err(unknown) if led || no_wait || unknown.kind != Kind::State => return Err(unknown.into()),
             Err(_) => {}
         }
     }
@@ -106,20 +107,26 @@ pub(super) fn text(done: &[Done]) -> String {
     done.iter().map(line).collect()
 }
 
-/// Waits until a leader has read the request. From then on, `denormd wait` waits for it too. Returns false without a
-/// leader. An error for a rule that is stopped by now. A rule that the leader has registered meanwhile with `backfill: manual` is
-/// requested again.
+/// Waits until the leader of each partition that has one has read the request. From then on, `denormd wait` waits for it too.
+/// Returns false without a leader. An error for a rule that is stopped by now. A rule that the leader has registered
+/// meanwhile with `backfill: manual` is requested again.
 pub(super) async fn noticed(store: &Store, server: &Server, rule: &str) -> Result<bool> {
     loop {
-        if !lease::is_held(server, store.database(), store.ids()).await? {
+        let led = lease::held(server, store.database(), store.ids()).await?;
+        if led.is_empty() {
             return Ok(false);
         }
-        let now = state(store, server, rule).await?;
-        match now.state {
+        match state(store, server, rule).await?.state {
             state if state.is_stopped() => return Err(stopped(rule, &state)),
             RuleState::AwaitingBackfill => drop(store.ask(server, rule).await?),
-            RuleState::Backfilling { .. } if now.noticed != now.generation => {}
-            _ => return Ok(true),
+            _ => {
+                let waits = |(id, record): &(String, RuleRecord)| {
+                    record.state.is_backfilling() && record.noticed != record.generation && led.contains(id)
+                };
+                if !store.of_each_partition(server, rule).await?.iter().any(waits) {
+                    return Ok(true);
+                }
+            }
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }
@@ -220,7 +227,8 @@ pub(super) fn stopped(rule: &str, state: &RuleState) -> Error {
         }
         RuleState::Paused { .. } => format!("`denormd resume {rule}` lets it run again, by a backfill"),
         RuleState::Unavailable { .. } => {
-            "`denormd plan` says what is missing; it comes back by itself when that is there, by a backfill".to_owned()
+            "`denormd plan` says what is missing; once that exists, the rule resumes by itself with a backfill"
+                .to_owned()
         }
         _ => format!("`denormd unblock {rule}` agrees to what it does to existing values, and lets it run again"),
     })
@@ -237,7 +245,7 @@ pub(super) async fn state(store: &Store, server: &Server, rule: &str) -> Result<
         }
         Some((_, record)) => Ok(record),
         None => Err(Error::new(Kind::State, format!("the rule `{rule}` has not run yet")).hint(format!(
-            "known are: {}; a new rule is backfilled when `denormd run` first meets it",
+            "known rules: {}; a new rule is backfilled when `denormd run` first reads it from the config",
             names.join(", ")
         ))),
     }

@@ -11,7 +11,7 @@ use crate::{
         backfill::{state, stopped},
         compile, context,
         leader::with_a_leader,
-        meanings, print, print_as, print_json,
+        meanings, notice, print, print_as, print_json,
         terminal::fitted,
         unknown_rule,
     },
@@ -90,7 +90,7 @@ async fn is_known(context: &Context, rule: &str) -> Result<(), Error> {
     }
     let known: Vec<&str> = known.iter().map(String::as_str).collect();
     let message = format!("neither the config nor the state has a rule `{rule}`");
-    Err(unknown_rule(message, rule, "known are", &known))
+    Err(unknown_rule(message, rule, "known rules", &known))
 }
 
 async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) -> Result<(), Failure> {
@@ -116,9 +116,10 @@ async fn list(context: &Context, output: Output, chosen: &Chosen, limit: u32) ->
 async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: &Chosen) -> Result<(), Failure> {
     let (dead_letters, server) = (&context.dead_letters, &context.server);
     let store = Store::open(server, &dead_letters.database, &dead_letters.deployment).await?;
-    let (mut before, mut left) = (0, Vec::new());
+    let (mut before, mut left, mut untried) = (0, Vec::new(), Vec::new());
     // Dead letters of removed rules are skipped: nothing can retry them.
     for rule in super::chosen(&context.plan, chosen.rule.as_slice())? {
+        let is_only_rule = chosen.rule.is_some();
         let chosen = Chosen { rule: Some(rule.name.clone()), key: chosen.key.clone() };
         let count = dead_letters.count(server, &chosen).await?;
         if count == 0 {
@@ -131,20 +132,28 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
             while dead_letters.untried(server, &chosen, asked).await? > unreadable as u64 {
                 let record = state(&store, server, &rule.name).await?;
                 if record.state.is_stopped() {
-                    return Err(stopped(&rule.name, &record.state));
+                    return Ok(Some(stopped(&rule.name, &record.state)));
                 }
                 tokio::time::sleep(POLL_INTERVAL).await;
             }
-            Ok(())
+            Ok(None)
         };
-        with_a_leader(loaded, context, tried).await?;
+        if let Some(error) = with_a_leader(loaded, context, tried).await? {
+            if is_only_rule {
+                return Err(error.into());
+            }
+            // The others are tried, and reported.
+            notice(&error.message);
+            untried.push(rule.name.clone());
+            continue;
+        }
         before += count;
         left.extend(dead_letters.find(server, &chosen, 0).await?);
     }
     match output {
         Output::Json => {
             let left: Vec<serde_json::Value> = left.iter().map(entry_json).collect();
-            print_json(&serde_json::json!({"tried": before, "left": left}));
+            print_json(&serde_json::json!({"tried": before, "left": left, "stopped_rules": untried}));
         }
         Output::Text => {
             for dead_letter in &left {
@@ -153,7 +162,11 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
             print(&format!("{} tried, {} left\n", counted(before, "dead letter"), left.len()));
         }
     }
-    if left.is_empty() {
+    if !untried.is_empty() {
+        let error =
+            Error::new(Kind::State, format!("not tried, because these rules are stopped: {}", untried.join(", ")));
+        Err(error.hint("`denormd status` says why, and what lets them run again").into())
+    } else if left.is_empty() {
         Ok(())
     } else {
         let error = Error::new(Kind::Refused, "some could not be written");
@@ -163,7 +176,7 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
 
 async fn drop(context: &Context, output: Output, chosen: &Chosen) -> Result<(), Failure> {
     let dropped = context.dead_letters.drop(&context.server, chosen).await?;
-    let text = || format!("{} forgotten; their targets stay as they are\n", counted(dropped, "dead letter"));
+    let text = || format!("{} dropped; their targets stay as they are\n", counted(dropped, "dead letter"));
     print_as(output, text, || serde_json::json!({"dropped": dropped}));
     Ok(())
 }

@@ -278,7 +278,7 @@ fn refers(rule: &Rule, Answered { element, key, sources, more }: &Answered) -> S
     let ids: Vec<String> = sources.iter().map(shown).collect();
     let (more, namespace) = (if *more { ", …" } else { "" }, &rule.source.namespace);
     let found = if ids.is_empty() {
-        format!("no document of {namespace} answers")
+        format!("not found in {namespace}")
     } else {
         format!("found in {namespace} {}{more}", ids.join(", "))
     };

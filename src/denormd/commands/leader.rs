@@ -12,12 +12,14 @@ use denormd_engine::{
     preflight,
     reconcile::Context,
 };
-use denormd_model::rule_state::RuleState;
+use denormd_model::{partition::Partition, rule_state::RuleState};
 use denormd_mongo::error::{Error, Kind};
 use denormd_rules::config::Loaded;
 
-/// Interval between looks at the number of partitions.
+/// Interval between looks at the number of partitions and at their leases.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
+/// Time limit for a partition without a leader, beyond three lease times: a running daemon that can lead it takes over earlier.
+const UNLED: Duration = Duration::from_secs(10);
 
 /// Has the leader do `work` for a rule, and waits until it is done. Nothing is requested if no daemon leads and the rules
 /// cannot run here, and a request that fails is withdrawn: no later leader carries it out. `gone` are rules that the
@@ -102,6 +104,8 @@ async fn lead<T>(
     });
     let mut work = pin!(work);
     let mut look = tokio::time::interval_at(Instant::now() + POLL_INTERVAL, POLL_INTERVAL);
+    let ids: Vec<String> = Partition::all(divided).map(|partition| partition.id(&config.name)).collect();
+    let mut unled: Option<Instant> = None;
     let result = loop {
         tokio::select! {
             result = &mut work => break result,
@@ -111,6 +115,12 @@ async fn lead<T>(
                 if now.is_ok_and(|now| now != divided) {
                     break Err(Error::new(Kind::State, "the number of partitions was changed meanwhile")
                         .hint("run the command again"));
+                }
+                let held = lease::held(&context.server, &config.state.database, &ids).await;
+                unled = if held.is_ok_and(|held| held.len() < ids.len()) { unled.or(Some(Instant::now())) } else { None };
+                if unled.is_some_and(|since| since.elapsed() > config.lease.ttl * 3 + UNLED) {
+                    break Err(Error::new(Kind::State, "a daemon runs, but at least one partition has no leader")
+                        .hint("`denormd status` and the daemon's log say why"));
                 }
             }
             event = share.next() => match event? {

@@ -95,7 +95,7 @@ impl Outcome {
     }
 
     fn json(&self, rule: Option<&str>, time: Option<Duration>) -> serde_json::Value {
-        let Self { paused, endless, unregistered, .. } = self;
+        let Self { paused, endless, blocked, unregistered } = self;
         let seconds = time.map(|time| time.as_secs());
         match rule {
             Some(rule) => {
@@ -104,7 +104,7 @@ impl Outcome {
             }
             None => serde_json::json!({
                 "rules": paused, "paused": true, "seconds": seconds, "without_end": endless,
-                "not_registered": unregistered,
+                "blocked": blocked, "not_registered": unregistered,
             }),
         }
     }

@@ -218,7 +218,7 @@ async fn clocks(server: &Server) -> Option<Finding> {
         message: format!("the clocks of the replica set's members differ by {seconds:.0} s"),
         fix: None,
         hint: Some(format!(
-            "synchronise them (NTP): a leader that is lost after a failover may be followed that much later, and above {} s a stale write is possible",
+            "synchronise them (NTP): after a failover, the takeover from a lost leader may be delayed by that difference, and above {} s a stale write is possible",
             lease::MOST_SKEW.as_secs()
         )),
     })
@@ -244,7 +244,11 @@ fn text(plan: &Plan, live: &Live, options: &PlanOptions) -> String {
         }
         if let Some(path) = &rule.touch {
             writeln!(out, "  touch       {path} gets the server's time with each change of a target by this rule").ok();
-            writeln!(out, "              the first backfill makes all clients that sync by it sync again").ok();
+            writeln!(
+                out,
+                "              after the first backfill, clients that sync by this path fetch all changed targets again"
+            )
+            .ok();
         }
         match live.inspections.iter().find(|inspection| inspection.rule == rule.name) {
             Some(inspection) => inspected(&mut out, rule, inspection),

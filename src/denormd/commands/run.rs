@@ -44,8 +44,20 @@ const CLUSTER_POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval between checks of a running pipeline.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Runs the daemon as [`run`] does, and also waits until the config is right. A signal stops it meanwhile, too: the first
+/// process of a container ignores one that it does not handle.
+pub async fn run_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> Result<(), Failure> {
+    let mut signals = Signals::listen(paths)?;
+    let loaded = tokio::select! {
+        loaded = load_patiently(paths, environment) => loaded,
+        () = signals.stop() => return Ok(()),
+    };
+    signals.loaded();
+    run(paths, loaded, true, signals).await
+}
+
 /// Loads the config, retrying while it is invalid.
-pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> Loaded {
+async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> Loaded {
     let mut said = String::new();
     loop {
         match config::load(paths, environment) {
@@ -64,9 +76,9 @@ pub async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)])
 
 /// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, replaces the rules. With `wait`, it
 /// keeps running while the cluster lacks something: it writes nothing, reports the reason, and tries again.
-pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool) -> Result<(), Failure> {
+pub async fn run(paths: &[PathBuf], loaded: Loaded, wait: bool, signals: Signals) -> Result<(), Failure> {
     let log = logging::start(&loaded.config.log, &loaded.config.name)?;
-    let result = until_stopped(paths, loaded, wait, Identity::of_this_process(), Signals::listen(paths)?).await;
+    let result = until_stopped(paths, loaded, wait, Identity::of_this_process(), signals).await;
     log.end().await;
     result
 }

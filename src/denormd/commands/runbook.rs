@@ -68,10 +68,14 @@ fn find(alert: &str) -> Result<(&'static str, &'static str), Error> {
 /// that covers three days.
 fn filled(body: &str, said: Result<&Status, &str>) -> String {
     let mut out = String::new();
-    let mut rule = None;
+    let mut words = body.lines().filter_map(asked).flat_map(str::split_whitespace);
+    let rule = said.ok().and_then(|status| words.find_map(|word| concerned(word, status)));
+    let size = said.ok().and_then(enough);
     for line in body.lines() {
-        let Some(wanted) = line.strip_prefix("<!-- now:").and_then(|rest| rest.strip_suffix("-->")) else {
-            out.push_str(line);
+        let Some(wanted) = asked(line) else {
+            let line = rule.as_ref().map_or_else(|| line.to_owned(), |rule| line.replace("RULE", rule));
+            let line = size.map_or_else(|| line.clone(), |size| line.replace("<MB>", &size.to_string()));
+            out.push_str(&line);
             out.push('\n');
             continue;
         };
@@ -79,7 +83,6 @@ fn filled(body: &str, said: Result<&Status, &str>) -> String {
         match said {
             Err(why) => writeln!(out, " Nothing is known: {why}").ok(),
             Ok(status) => {
-                rule = wanted.split_whitespace().find_map(|word| concerned(word, status));
                 let now: String = wanted.split_whitespace().map(|word| now(word, status)).collect();
                 // One empty line before a table, whatever comes before it.
                 let now = now.trim_end().replace("\n\n\n", "\n\n");
@@ -87,13 +90,12 @@ fn filled(body: &str, said: Result<&Status, &str>) -> String {
             }
         };
     }
-    if let Some(rule) = rule {
-        out = out.replace("RULE", &rule);
-    }
-    if let Some(size) = said.ok().and_then(enough) {
-        out = out.replace("<MB>", &size.to_string());
-    }
     out.trim_end().to_owned()
+}
+
+/// The words of a `<!-- now: … -->` line.
+fn asked(line: &str) -> Option<&str> {
+    line.strip_prefix("<!-- now:")?.strip_suffix("-->")
 }
 
 /// The rule that is affected by `cause=…`.
@@ -138,7 +140,9 @@ fn now(word: &str, status: &Status) -> String {
             Some(age) => format!("The newest canary that was received was sent {} ago.\n", duration(age)),
             None => "This instance does not lead and sends none.\n".to_owned(),
         },
-        ("dead-letters", _) if status.rules.is_empty() && !status.knows_the_rules() => not_known(status),
+        ("dead-letters", _) if !status.knows_the_rules() || !status.dead_letters_known && status.dead_letters == 0 => {
+            not_known(status)
+        }
         ("dead-letters", _) => {
             let dead_letters = status.rules.iter().flat_map(|rule| {
                 rule.dead_letter_reasons.iter().map(|(why, count)| format!("{}: {count} times {why}", rule.name))
@@ -210,6 +214,11 @@ mod tests {
         assert!(table.contains("\n\n  RULE") && !table.contains("\n\n\n"), "{table}");
         let table = filled("<!-- now: rules -->", Ok(&status));
         assert!(table.starts_with("**Now.**\n\n  RULE"), "{table}");
+        let table = filled("<!-- now: cause=removal_limit rules -->\n`denormd unblock RULE`", Ok(&status));
+        assert!(table.contains("\n\n  RULE") && table.ends_with("`denormd unblock old-orders`"), "{table}");
+        let uncounted = Status { dead_letters_known: false, ..status.clone() };
+        let text = filled("<!-- now: dead-letters -->", Ok(&uncounted));
+        assert!(text.contains("This instance does not know."), "{text}");
         let text = filled(body, Err("no denormd answers"));
         assert!(text.contains("Nothing is known: no denormd answers") && text.contains("release RULE"), "{text}");
     }
@@ -218,8 +227,7 @@ mod tests {
     fn every_section_asks_for_live_values_that_there_are() {
         let status = status();
         for (name, body) in sections() {
-            let asked = body.lines().find_map(|line| line.strip_prefix("<!-- now:")?.strip_suffix("-->"));
-            let asked = asked.unwrap_or_else(|| panic!("{name} says nothing of now"));
+            let asked = body.lines().find_map(asked).unwrap_or_else(|| panic!("{name} says nothing of now"));
             for word in asked.split_whitespace() {
                 assert!(!now(word, &status).is_empty(), "{name} asks for {word}");
                 let cause = word.strip_prefix("cause=");

@@ -206,7 +206,7 @@ pub(super) fn rules_table(status: &Status) -> String {
             percentile(rule.propagation.p50),
             percentile(rule.propagation.p99),
             share(&rule.backfill),
-            rule.dead_letters.to_string(),
+            status.dead_letters_text(rule.dead_letters),
         ]
     });
     table(&std::iter::once(head).chain(rows).collect::<Vec<_>>())

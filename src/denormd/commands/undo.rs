@@ -32,9 +32,11 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
         return Err(error.hint(hint).into());
     }
     if !dry_run && is_planned && record.state.resumes_by_itself() {
-        let message =
-            format!("`{rule}` is {} and may run again by itself, and replace the old values", record.state.name());
-        let hint = format!("`denormd pause {rule}`, without `--for`, keeps it from that");
+        let message = format!(
+            "`{rule}` is {}: it may run again by itself and overwrite the restored values",
+            record.state.name()
+        );
+        let hint = format!("run `denormd pause {rule}` first, without `--for`: the rule then stays stopped");
         return Err(Error::new(Kind::State, message).hint(hint).into());
     }
     if !dry_run && is_planned && !led && record.state == RuleState::Removed {

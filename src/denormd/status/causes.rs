@@ -153,8 +153,8 @@ fn of_the_rules(
     if full {
         say(Cause::Throttled, Vec::new());
     }
-    if !state.dead_letters.is_empty() {
-        say(Cause::DeadLetters, state.dead_letters.keys().cloned().collect());
+    if let Some(of_rules) = state.dead_letters.as_ref().filter(|of_rules| !of_rules.is_empty()) {
+        say(Cause::DeadLetters, of_rules.keys().cloned().collect());
     }
     if !seen.unrepaired.is_empty() {
         say(Cause::DriftUnrepaired, seen.unrepaired.keys().cloned().collect());

@@ -87,7 +87,8 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
         checkpoint_age_seconds: view.lags.checkpoint,
         clock_skew_seconds: state.clock_skew,
         canary_age_seconds: state.canary.as_ref().map(|canary| seconds(canary.age(now))),
-        dead_letters: state.dead_letters.values().flat_map(BTreeMap::values).sum(),
+        dead_letters: state.dead_letters.iter().flat_map(BTreeMap::values).flat_map(BTreeMap::values).sum(),
+        dead_letters_known: state.dead_letters.is_some(),
         errors: metrics.recent_errors(),
         retired: state.retired.clone(),
     }
@@ -210,7 +211,8 @@ fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
     let drift = metrics.drift();
     let rules = seen.rules.iter().enumerate().zip(&view.lags.rules).map(|((nth, facts), lag)| {
         let (drift_found, drift_repaired) = drift.get(&facts.name).copied().unwrap_or_default();
-        let reasons = state.dead_letters.get(&facts.name).cloned().unwrap_or_default();
+        let reasons = state.dead_letters.as_ref().and_then(|of_rules| of_rules.get(&facts.name));
+        let reasons = reasons.cloned().unwrap_or_default();
         Rule {
             name: facts.name.clone(),
             state: state_of(seen, nth).to_owned(),
@@ -273,6 +275,7 @@ fn level(status: &Status) -> Level {
         Level::Behind
     } else if !status.causes.is_empty()
         || status.lag_seconds.is_none()
+        || !status.dead_letters_known
         || status.leadership == Leadership::Starting
         || status.follows_other_rules()
     {
@@ -297,7 +300,7 @@ fn unknown_risk(status: &Status, why: &str) -> String {
 
 fn risk(state: &State, view: &View, now: i64) -> String {
     if view.causes.iter().any(|found| found.cause == Cause::Degraded) {
-        return "History was lost with the oplog; the backfill that runs repairs it.".to_owned();
+        return "History was lost with the oplog; the running backfill repairs the copies.".to_owned();
     }
     let oplog = &state.oplog;
     match (oplog.readable, oplog.lost_in_seconds, oplog.headroom_seconds) {

@@ -168,26 +168,36 @@ impl Board {
             Ok(dead_letters) => dead_letters,
             // An outage has a cause of its own.
             Err(_) if self.state().unanswered.is_some() => return,
-            Err(error) => return self.metrics.record_error(None, "count the dead letters", &error),
+            Err(error) => {
+                // None earlier does not say that there is none now. What there was stays a cause.
+                let mut state = self.state();
+                state.dead_letters.take_if(|of_rules| of_rules.is_empty());
+                if state.dead_letters.is_none() {
+                    self.metrics.dead_letters_unknown();
+                }
+                drop(state);
+                return self.metrics.record_error(None, "count the dead letters", &error);
+            }
         };
         let operation = tokio::time::timeout(TIMEOUT, context.server.operation_time()).await;
         let mut state = self.state();
-        state.dead_letters.clear();
         for rule in &context.plan.rules {
             let count =
                 dead_letters.iter().filter(|(name, ..)| *name == rule.name).map(|(.., count)| count).sum::<u64>();
-            let count = i64::try_from(count).unwrap_or(i64::MAX);
-            self.metrics.dead_letters.with_label_values(&[&rule.name]).set(count);
+            self.metrics.dead_letters_counted(&rule.name, count);
         }
+        let mut of_rules = BTreeMap::<String, BTreeMap<String, u64>>::new();
         for (rule, reason, count) in dead_letters {
-            *state.dead_letters.entry(rule).or_default().entry(reason).or_default() += count;
+            *of_rules.entry(rule).or_default().entry(reason).or_default() += count;
         }
+        let with_dead_letters = of_rules.keys().cloned().collect();
+        state.dead_letters = Some(of_rules);
         let (Some(seen), Ok(Ok(operation))) = (seen, operation) else { return };
         // What was read of one pipeline does not say what the next one excepts. A large fan-out is recorded as a job, and the
         // position passes it before its last target is written.
         let is_current = is_newest && state.pipelines == pipelines && state.is_whole();
         if is_current && !seen.streams.is_empty() && seen.fan_outs.is_empty() {
-            let claim = Claim { time: seen.applied(), except: except(context, &seen, &state.dead_letters) };
+            let claim = Claim { time: seen.applied(), except: except(context, &seen, with_dead_letters) };
             state.currency.applied(claim, operation, context.plan.longest_chain(), written);
         }
     }
@@ -248,14 +258,10 @@ impl Board {
 }
 
 /// The rules whose copies may lack a change, whatever is applied, and those that read these copies.
-fn except(
-    context: &Context,
-    seen: &Snapshot,
-    dead_letters: &BTreeMap<String, BTreeMap<String, u64>>,
-) -> BTreeSet<String> {
+fn except(context: &Context, seen: &Snapshot, with_dead_letters: BTreeSet<String>) -> BTreeSet<String> {
     let stopped = seen.in_state(|state| *state != RuleState::Live);
     let stopped = stopped.union(&seen.degraded).filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone());
-    let incomplete = stopped.chain(dead_letters.keys().cloned()).chain(seen.unrepaired.keys().cloned()).collect();
+    let incomplete = stopped.chain(with_dead_letters).chain(seen.unrepaired.keys().cloned()).collect();
     let shadow = context.plan.rules.iter().filter(|rule| rule.shadow).map(|rule| rule.name.clone());
     context.plan.with_fed(incomplete).into_iter().chain(shadow).collect()
 }

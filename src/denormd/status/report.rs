@@ -100,12 +100,20 @@ pub struct Status {
     pub clock_skew_seconds: Option<f64>,
     /// Number of dead letters of all rules.
     pub dead_letters: u64,
+    /// False if there may be more: they cannot be counted, or have not been counted since a leader began.
+    #[serde(default = "counted")]
+    pub dead_letters_known: bool,
     /// Recent errors, newest first.
     pub errors: Vec<RecentError>,
     /// Retired fields: no rule owns them any more, and they stay until `denormd prune`. Empty while another process
     /// leads.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub retired: Vec<RetiredField>,
+}
+
+/// Earlier versions do not say it.
+fn counted() -> bool {
+    true
 }
 
 /// A field that an earlier rule, or an earlier definition of a rule, has written.
@@ -380,6 +388,12 @@ impl Status {
         self.leadership.leads() || self.leadership.has_leader() && is_heard()
     }
 
+    /// A number of dead letters as text; `-` if it is not known.
+    #[must_use]
+    pub fn dead_letters_text(&self, count: u64) -> String {
+        if count > 0 || self.dead_letters_known { count.to_string() } else { "-".to_owned() }
+    }
+
     /// Joins the statuses of leaders of several partitions: the later or worse figure counts.
     #[must_use]
     pub fn joined(self, other: Self) -> Self {
@@ -401,6 +415,7 @@ impl Status {
             oplog,
             risk,
             propagation: self.propagation.joined(&other.propagation),
+            dead_letters_known: self.dead_letters_known && other.dead_letters_known,
             clock_skew_seconds: self.clock_skew_seconds.into_iter().chain(other.clock_skew_seconds).reduce(f64::max),
             lag_seconds: later(self.lag_seconds, other.lag_seconds),
             behind_since: self.behind_since.into_iter().chain(other.behind_since).min(),

@@ -143,6 +143,8 @@ fn lag(status: &Status) -> Option<String> {
             "It is not known whether changes arrive: no canary has arrived for over a minute.".to_owned()
         } else if has(Cause::DeadLetters) {
             "Not behind. Some documents could not be written and became dead letters.".to_owned()
+        } else if !status.dead_letters_known {
+            "Not behind. It is not known yet whether there are dead letters.".to_owned()
         } else if has(Cause::DriftUnrepaired) {
             "Not behind. Some targets differ from their definition and are not repaired.".to_owned()
         } else if overall > 0.0 || status.rules.iter().any(|rule| rule.late_keys > 0) {
@@ -187,6 +189,14 @@ mod tests {
             (rule.lag_seconds, rule.late_keys, rule.state) = (Some(0.0), 0, "live".to_owned());
         }
         status
+    }
+
+    #[test]
+    fn dead_letters_that_were_not_counted_are_not_said_to_be_none() {
+        let uncounted = Status { dead_letters: 0, dead_letters_known: false, ..all_live() };
+        assert!(summary(&uncounted).starts_with("Not behind. It is not known yet whether there are dead letters."));
+        assert_eq!(uncounted.dead_letters_text(0), "-");
+        assert_eq!(all_live().dead_letters_text(0), "0");
     }
 
     #[test]

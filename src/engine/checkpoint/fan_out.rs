@@ -182,7 +182,7 @@ fn read(doc: &Document, rule: RuleId) -> Option<FanOut> {
 }
 
 /// A job that is not read would count as done. Its `_id` contains a value of a document, so only a part of it is named.
-pub(crate) fn unreadable(doc: &Document) -> Error {
+fn unreadable(doc: &Document) -> Error {
     let part = |name| doc.get_document("_id").and_then(|id| id.get_str(name)).unwrap_or("unknown");
     let (deployment, rule, task) = (part("deployment"), part("rule"), part("task"));
     Error::internal(format!("the record of a fan-out job cannot be read: {deployment}, rule {rule}, task {task}")).hint(

@@ -2,16 +2,13 @@
 //!
 //! It is one transaction in the state database. It ends all leases of the old partitions, and only commits while none
 //! of them is held: from then on no write of an old leader takes effect. The new partitions start at the earliest
-//! checkpoint of the old ones, and repeat what the others had done beyond it. A rule whose backfill was not complete in
-//! all of them is backfilled. Only the leases of the old partitions remain, so that their terms continue if the number
-//! is changed back.
+//! checkpoint of the old ones, and repeat what the others had done beyond it. Open fan-out jobs and dead letters go to
+//! the partitions that own their keys. A rule whose backfill was not complete in all of them is backfilled. Only the
+//! leases of the old partitions remain, so that their terms continue if the number is changed back.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::{cmp::Reverse, collections::BTreeMap, time::Duration};
 
-use bson::{Bson, Document, Timestamp, doc};
+use bson::{Bson, DateTime, Document, Timestamp, doc};
 use futures_util::TryStreamExt;
 use mongodb::{
     ClientSession, Collection,
@@ -37,8 +34,9 @@ use denormd_mongo::{
     unless,
 };
 
-/// Above this number, dead letters are not carried over: their rules are backfilled, which finds them again.
-const DEAD_LETTERS: usize = 10_000;
+/// The most fan-out jobs and dead letters that are carried over, counted in each new partition. If there are more, all rules
+/// are backfilled instead, which does the work of the jobs and finds the dead letters again.
+const MOST_CARRIED: usize = 10_000;
 /// Time limit for the transaction.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -108,6 +106,14 @@ struct Kept {
     dead_letters: Vec<Document>,
 }
 
+impl Kept {
+    /// True if there are few enough fan-out jobs and dead letters for one transaction.
+    fn can_be_carried(&self, to: &[Partition]) -> bool {
+        let carried = |work: &[Document]| to.iter().map(|new| carried(*new, work).count()).sum::<usize>();
+        carried(&self.fan_outs) + carried(&self.dead_letters) <= MOST_CARRIED
+    }
+}
+
 impl Repartitioning<'_> {
     fn collection(&self, name: &str) -> Collection<Document> {
         // Operations of a transaction must not set read or write concerns of their own.
@@ -143,7 +149,8 @@ impl Repartitioning<'_> {
         let refused = doc! {"$set": {"refused": "the number of partitions has changed meanwhile: ask again"}};
         let asked = doc! {"deployment": {"$in": &self.old}};
         self.collection(REQUESTS).update_many(asked, refused).session(&mut *session).await?;
-        let rules = self.rules(&kept)?;
+        let with_work = kept.can_be_carried(&self.new);
+        let rules = joined(&kept.rules, self.old.len(), with_work)?;
         let positions = positions(&kept.positions, self.old.len())?;
         for partition in &self.new {
             let id = partition.id(self.deployment);
@@ -154,14 +161,12 @@ impl Repartitioning<'_> {
             self.insert(session, RULES, of_rules.collect::<Result<_>>()?).await?;
             let of_positions = positions.iter().map(|position| renamed(position, &id, term)).collect();
             self.insert(session, POSITIONS, of_positions).await?;
-            if kept.dead_letters.len() <= DEAD_LETTERS {
-                let dead_letters = kept.dead_letters.iter().filter(|dead_letter| concerns(*partition, dead_letter));
-                // Dead letters have no term. Two old partitions may each have one of the same lookup, or of the same circle.
-                let dead_letters: BTreeMap<_, Document> = dead_letters
-                    .map(|dead_letter| moved(dead_letter, &id))
-                    .map(|dead_letter| (identity(&dead_letter), dead_letter))
-                    .collect();
-                self.insert(session, dead_letter::COLLECTION, dead_letters.into_values().collect()).await?;
+            if with_work {
+                let jobs = carried(*partition, &kept.fan_outs).map(|job| from_the_first(&renamed(job, &id, term)));
+                self.insert(session, fan_out::COLLECTION, jobs.collect()).await?;
+                // Dead letters have no term.
+                let dead_letters = carried(*partition, &kept.dead_letters).map(|dead_letter| moved(dead_letter, &id));
+                self.insert(session, dead_letter::COLLECTION, dead_letters.collect()).await?;
             }
         }
         Ok(true)
@@ -205,8 +210,8 @@ impl Repartitioning<'_> {
             (fan_out::COLLECTION, &mut kept.fan_outs),
             (dead_letter::COLLECTION, &mut kept.dead_letters),
         ] {
-            let limit =
-                if name == dead_letter::COLLECTION { i64::try_from(DEAD_LETTERS + 1).unwrap_or(i64::MAX) } else { 0 };
+            let is_limited = name == dead_letter::COLLECTION || name == fan_out::COLLECTION;
+            let limit = if is_limited { i64::try_from(MOST_CARRIED + 1).unwrap_or(i64::MAX) } else { 0 };
             let old = doc! {"_id.deployment": {"$in": &self.old}};
             let mut cursor = self.collection(name).find(old).limit(limit).session(&mut *session).await?;
             *into = cursor.stream(&mut *session).try_collect().await?;
@@ -219,15 +224,6 @@ impl Repartitioning<'_> {
             self.collection(name).insert_many(documents).session(&mut *session).await?;
         }
         Ok(())
-    }
-
-    fn rules(&self, kept: &Kept) -> Result<BTreeMap<String, RuleRecord>> {
-        let of_job = |job| part(job, "rule").ok_or_else(|| fan_out::unreadable(job));
-        let mut unfinished = kept.fan_outs.iter().map(of_job).collect::<Result<BTreeSet<&str>>>()?;
-        if kept.dead_letters.len() > DEAD_LETTERS {
-            unfinished.extend(kept.rules.iter().filter_map(|rule| part(rule, "rule")));
-        }
-        joined(&kept.rules, self.old.len(), &unfinished)
     }
 }
 
@@ -245,16 +241,16 @@ fn given_back() -> Document {
     doc! {"$set": {"owner": Bson::Null, "until": "$$NOW", "term": term}}
 }
 
-/// The records of `old` partitions merged into one for each rule. A rule that is not complete in all of them, or is in
-/// `unfinished`, restarts.
-fn joined(documents: &[Document], old: usize, unfinished: &BTreeSet<&str>) -> Result<BTreeMap<String, RuleRecord>> {
+/// The records of `old` partitions merged into one for each rule. A rule restarts if it is not complete in all of them,
+/// or if their open work is not carried over (`with_work`).
+fn joined(documents: &[Document], old: usize, with_work: bool) -> Result<BTreeMap<String, RuleRecord>> {
     let mut by_rule: BTreeMap<String, Vec<RuleRecord>> = BTreeMap::new();
     for document in documents {
         let (id, record) = rule_record::read(document)?;
         by_rule.entry(id.rule).or_default().push(record);
     }
     let joined = by_rule.into_iter().filter_map(|(rule, records)| {
-        let is_whole = records.len() == old && !unfinished.contains(rule.as_str());
+        let is_whole = records.len() == old && with_work;
         Some((rule, RuleRecord::of_new_partitions(records, is_whole)?))
     });
     Ok(joined.collect())
@@ -297,23 +293,41 @@ fn moved(doc: &Document, id: &str) -> Document {
     doc
 }
 
-/// Rule, task, key, target and circle of a dead letter. Keys are equal as the server's index on `_id` sees them: 1 and 1.0 are.
-fn identity(dead_letter: &Document) -> (String, String, Key, Key, Key) {
-    let text = |name| part(dead_letter, name).unwrap_or_default().to_owned();
+/// The fan-out jobs or dead letters that the partition continues, each once: two old partitions may both have one of the
+/// same lookup or the same circle. Of two such jobs, the one with the earlier commit time counts.
+fn carried(partition: Partition, of_old: &[Document]) -> impl Iterator<Item = &Document> {
+    let committed = |work: &&Document| work.get_datetime("committed").copied().unwrap_or(DateTime::MAX);
+    let mut concerned: Vec<&Document> = of_old.iter().filter(|work| concerns(partition, work)).collect();
+    concerned.sort_by_key(|work| Reverse(committed(work)));
+    concerned.into_iter().map(|work| (identity(work), work)).collect::<BTreeMap<_, _>>().into_values()
+}
+
+/// A fan-out job without its progress, which is that of an old partition over its own targets.
+fn from_the_first(job: &Document) -> Document {
+    let mut job = job.clone();
+    job.insert("after", Bson::Array(Vec::new()));
+    job.remove("in_parts");
+    job
+}
+
+/// Rule, task, key, target and circle of a dead letter; rule, task and key of a fan-out job. Keys are equal as the
+/// server's index on `_id` sees them: 1 and 1.0 are.
+fn identity(work: &Document) -> (String, String, Key, Key, Key) {
+    let text = |name| part(work, name).unwrap_or_default().to_owned();
     // One that cannot be read is carried over, too.
-    let key = |name| match dead_letter.get_document("_id").ok().and_then(|id| id.get(name)) {
+    let key = |name| match work.get_document("_id").ok().and_then(|id| id.get(name)) {
         Some(Bson::Array(values)) => Key::new(values.clone()),
         other => Key::new(other.cloned().into_iter().collect()),
     };
     (text("rule"), text("task"), key("key"), key("target"), key("circle"))
 }
 
-/// True if this partition retries the dead letter.
-fn concerns(partition: Partition, dead_letter: &Document) -> bool {
-    let Ok(id) = dead_letter.get_document("_id") else { return false };
+/// True if this partition continues the fan-out job or retries the dead letter.
+fn concerns(partition: Partition, work: &Document) -> bool {
+    let Ok(id) = work.get_document("_id") else { return false };
     let key = id.get_array("key").ok();
     // Each partition retries its own members of a circle.
-    let members = dead_letter.get_array("circle").into_iter().flatten().map(Bson::as_array);
+    let members = work.get_array("circle").into_iter().flatten().map(Bson::as_array);
     let mut keys = std::iter::once(key).chain(members).map(|key| loaded(key.map(Vec::as_slice).unwrap_or_default()));
     match id.get_str("task").ok().and_then(Task::named) {
         Some(Task::Value | Task::Target) => {
@@ -332,16 +346,16 @@ mod tests {
     }
 
     /// The document of each rule in a new partition.
-    fn joined(states: &[Document], old: usize, unfinished: &BTreeSet<&str>) -> Vec<Document> {
-        let rules = super::joined(states, old, unfinished).unwrap();
+    fn joined(states: &[Document], old: usize, with_work: bool) -> Vec<Document> {
+        let rules = super::joined(states, old, with_work).unwrap();
         let document = |(rule, record): (String, RuleRecord)| {
             rule_record::document(Id { deployment: "d".to_owned(), rule }, &record, 1).unwrap()
         };
         rules.into_iter().map(document).collect()
     }
 
-    fn backfill(states: &[Document], old: usize, unfinished: &[&str]) -> String {
-        let rules = joined(states, old, &unfinished.iter().copied().collect());
+    fn backfill(states: &[Document], old: usize, with_work: bool) -> String {
+        let rules = joined(states, old, with_work);
         rules[0].get_str("backfill").unwrap().to_owned()
     }
 
@@ -356,16 +370,16 @@ mod tests {
         ];
         for (states, expected) in cases {
             let states: Vec<Document> = states.iter().enumerate().map(|(nth, what)| state(nth, what)).collect();
-            assert_eq!(backfill(&states, 2, &[]), expected);
+            assert_eq!(backfill(&states, 2, true), expected);
         }
         let both = [state(0, "done"), state(1, "done")];
-        assert_eq!(backfill(&both, 3, &[]), "pending", "the third one has never run");
-        assert_eq!(backfill(&both, 2, &["r"]), "pending", "a fan-out was open");
-        let error = super::joined(&[state(0, "done"), state(1, "unknown")], 2, &BTreeSet::new()).unwrap_err().message;
+        assert_eq!(backfill(&both, 3, true), "pending", "the third one has never run");
+        assert_eq!(backfill(&both, 2, false), "pending", "there is too much open work");
+        let error = super::joined(&[state(0, "done"), state(1, "unknown")], 2, true).unwrap_err().message;
         assert!(error.contains("`rules` cannot be read"), "{error}");
         let mut other = state(1, "done");
         other.insert("definition", doc! {"a": 2});
-        assert_eq!(backfill(&[state(0, "done"), other], 2, &[]), "pending", "they have done different rules");
+        assert_eq!(backfill(&[state(0, "done"), other], 2, true), "pending", "they have done different rules");
     }
 
     /// The backfill that repairs a loss of changes has ended in one partition, and not in the other.
@@ -376,7 +390,7 @@ mod tests {
             state.insert("degraded", true);
             state
         };
-        let is_degraded = |states: &[Document]| joined(states, 2, &BTreeSet::new())[0].get_bool("degraded").ok();
+        let is_degraded = |states: &[Document]| joined(states, 2, true)[0].get_bool("degraded").ok();
         assert_eq!(is_degraded(&[state(0, "done"), degraded(1, "pending")]), Some(true));
         assert_eq!(is_degraded(&[state(0, "pending"), state(1, "pending")]), None);
     }
@@ -407,7 +421,7 @@ mod tests {
 
     #[test]
     fn a_backfill_starts_over() {
-        let rules = joined(&[state(0, "pending"), state(1, "done")], 2, &BTreeSet::new());
+        let rules = joined(&[state(0, "pending"), state(1, "done")], 2, true);
         assert_eq!(rules[0].get_array("after").unwrap().len(), 0);
         assert_eq!(rules[0].get_i64("generation").unwrap(), 3);
     }
@@ -417,7 +431,7 @@ mod tests {
     fn a_backfill_that_starts_over_begins_with_the_targets() {
         let (mut first, second) = (state(0, "done"), state(1, "pending"));
         first.insert("in_sources", true);
-        let rule = &joined(&[first, second], 2, &BTreeSet::new())[0];
+        let rule = &joined(&[first, second], 2, true)[0];
         assert_eq!((rule.get_str("backfill").unwrap(), rule.get_bool("in_sources").unwrap()), ("pending", false));
     }
 
@@ -434,7 +448,7 @@ mod tests {
             (with(0, "done", 3), with(1, "pending", 3), None),
             (with(0, "held", 3), state(1, "pending"), None),
         ] {
-            let rule = &joined(&[first, second], 2, &BTreeSet::new())[0];
+            let rule = &joined(&[first, second], 2, true)[0];
             assert_eq!(rule.get_i64("removals_agreed").ok(), expected, "{rule}");
         }
     }
@@ -448,7 +462,7 @@ mod tests {
             state
         };
         for (first, second) in [("paused", "suspended"), ("suspended", "paused")] {
-            let rule = &joined(&[with(0, first), with(1, second)], 2, &BTreeSet::new())[0];
+            let rule = &joined(&[with(0, first), with(1, second)], 2, true)[0];
             assert_eq!(
                 (rule.get_bool("paused").ok(), rule.get_bool("suspended").ok()),
                 (Some(true), Some(false)),
@@ -473,17 +487,17 @@ mod tests {
             ("removal_limit", "adoption", vec![doc! {"a": 1}.into()]),
             ("adoption", "adoption", vec![]),
         ] {
-            let rule = &joined(&[blocked(0, first, 1), blocked(1, second, 2)], 2, &BTreeSet::new())[0];
+            let rule = &joined(&[blocked(0, first, 1), blocked(1, second, 2)], 2, true)[0];
             assert_eq!(rule.get_array("retired").unwrap(), &retired, "{first}, {second}");
         }
         second.extend(doc! {"keeping": {"paths": ["a", "b"], "passed": [4]}, "undone": [undone("b"), undone("a")], "definition": {"a": 2}});
-        let rule = &joined(&[first.clone(), second], 2, &BTreeSet::new())[0];
+        let rule = &joined(&[first.clone(), second], 2, true)[0];
         assert_eq!(rule.get_document("keeping").unwrap(), &doc! {"paths": ["a", "b"], "passed": []});
         assert_eq!(rule.get_array("undone").unwrap(), &[undone("a"), undone("b")].map(Bson::from));
         assert_eq!(rule.get_array("retired").unwrap(), &[doc! {"a": 2}.into()], "what it has written is not forgotten");
-        let rule = &joined(&[state(1, "done"), first.clone()], 2, &BTreeSet::new())[0];
+        let rule = &joined(&[state(1, "done"), first.clone()], 2, true)[0];
         assert_eq!(rule.get_document("keeping").unwrap(), &doc! {"paths": ["a"], "passed": []});
-        let rule = &joined(&[first.clone(), first], 2, &BTreeSet::new())[0];
+        let rule = &joined(&[first.clone(), first], 2, true)[0];
         assert_eq!(rule.get_document("keeping").unwrap(), &doc! {"paths": ["a"], "passed": [9]});
     }
 
@@ -492,7 +506,7 @@ mod tests {
         for rest in ["paused", "suspended"] {
             let mut rests = state(0, "held");
             rests.insert(rest, true);
-            let rules = joined(&[rests, state(1, "held")], 2, &BTreeSet::new());
+            let rules = joined(&[rests, state(1, "held")], 2, true);
             assert!(!rules[0].get_bool(rest).unwrap_or_default());
         }
     }

@@ -27,7 +27,7 @@ use denormd_mongo::{
 };
 use denormd_rules::{
     config::Mistake,
-    plan::{Assignment, Rule, Values, is_once, owned_paths, reference::Role, tree::Tree},
+    plan::{Assignment, Rule, Values, is_once, narrowed, owned_paths, reference::Role, tree::Tree},
 };
 
 use super::in_tree;
@@ -41,7 +41,8 @@ const HOLDING: i64 = 5000;
 const DRAWN: i64 = 1000;
 /// Most documents to draw where few of them are targets with a value.
 const MOST_DRAWN: u64 = 50_000;
-/// One in so many documents may be drawn: the server reads the whole collection to draw more than a twentieth.
+/// Largest share of the documents to draw, as one in this many: to draw more than a twentieth, the server reads the whole
+/// collection.
 const SHARE: u64 = 25;
 /// Targets in one comparison.
 const PAGE: i32 = 200;
@@ -217,7 +218,8 @@ impl EarlierWrites {
                 && !earlier.get_bool("shadow").unwrap_or_default()
                 && (!is_once(earlier) || is_once(&rule.definition))
         };
-        let Some(earlier) = earlier.filter(counts) else { return Self::default() };
+        let earlier = earlier.map(|earlier| narrowed(earlier, &rule.definition));
+        let Some(earlier) = earlier.as_ref().filter(counts) else { return Self::default() };
         let decides = |definition: &Document| {
             let parts = definition.clone().into_iter();
             parts.filter(|(name, _)| !matches!(name.as_str(), "values" | "sort" | "shadow")).collect::<Document>()

@@ -15,13 +15,13 @@ pub enum Cause {
     Degraded,
     /// The source collection was dropped; the copied fields stay.
     SourceGone,
-    /// A rule's `remove` or `delete` reached its removal limit.
+    /// The number of a rule's targets that lose their values reached the removal limit.
     RemovalLimit,
-    /// The first backfill of a rule would change existing data, and nobody has agreed to that.
+    /// The first backfill of a rule would change existing data, or its effect is not known, and nobody has agreed to that.
     Adoption,
     /// Reads or writes of a rule that is behind fail and are retried.
     Retrying,
-    /// Write commands take long or get no answer.
+    /// Reads or writes take long or get no answer.
     ServerSlow,
     /// A single key takes long: a fan-out to very many targets.
     HotKey,
@@ -150,12 +150,14 @@ impl Cause {
                 "more targets would have lost their values than the removal limit allows: the rule is blocked"
             }
             Self::Adoption => {
-                "the first backfill of a rule would change existing data: it is blocked until an operator agrees"
+                "the first backfill of a rule would change existing data, or its effect is not known: the rule is blocked until an operator agrees"
             }
             Self::Retrying => "reads or writes fail for the moment and are tried again",
-            Self::ServerSlow => "the server takes long to acknowledge writes",
+            Self::ServerSlow => "the server is slow to answer reads or to acknowledge writes",
             Self::HotKey => "one value with very many targets is being written",
-            Self::Throttled => "more work waits than memory allows; the streams are held back",
+            Self::Throttled => {
+                "the queue is full (`limits.pending`): the change streams are not read until there is room"
+            }
             Self::CatchingUp => "older changes are still being read",
             Self::Backfilling => "existing data is being brought up to date",
             Self::AwaitingBackfill => {
@@ -170,7 +172,7 @@ impl Cause {
             Self::OplogUnreadable => "the remaining oplog window cannot be read",
             Self::Stalled => "the daemon's event loop is blocked",
             Self::Unavailable => "the cluster lacks something that a rule needs: that rule is stopped, the others run",
-            Self::Paused => "an operator has paused it: its fields stay as they are",
+            Self::Paused => "paused by an operator: the copied fields stay as they are",
             Self::CanaryLate => {
                 "a write of denormd's own has not come through for a minute, though no rule seems behind"
             }
@@ -188,19 +190,19 @@ impl Cause {
             }
             Self::Privilege => "grant the privileges named in the errors below; denormd retries by itself",
             Self::NoMajority => "look at rs.status(): a majority of data-bearing members must be up and not far behind",
-            Self::StreamInterrupted => "see the errors below; it is opened again by itself",
+            Self::StreamInterrupted => "see the errors below; denormd reopens the stream by itself",
             Self::Degraded => "none: the backfill is running. Enlarge the oplog to prevent a recurrence",
             Self::SourceGone => {
-                "restore the collection: the rule resumes by itself if it would remove at most a tenth of its values; `denormd unblock RULE` agrees to the loss"
+                "restore the collection: the rule resumes by itself if its backfill would remove at most a tenth of its values; `denormd unblock RULE` accepts the loss at once, without asking"
             }
             Self::RemovalLimit => {
-                "find out what deleted so many sources, and restore them if it was a mistake; then `denormd unblock RULE` lets the rule run and agrees to what is still lost"
+                "find out what deleted so many sources, and restore them first if it was a mistake; then run `denormd unblock RULE`, which lets the rule run and accepts the remaining loss"
             }
             Self::Adoption => {
                 "`denormd plan` says what it would change; `denormd unblock RULE` agrees, or correct the rule in the config"
             }
             Self::Retrying => {
-                "see the errors below; nothing is lost meanwhile, and it resumes by itself when they pass"
+                "see the errors below; no change is lost meanwhile, and the rule catches up by itself when the errors end"
             }
             Self::ServerSlow => "look at the server's load and replication lag (rs.printSecondaryReplicationInfo())",
             Self::HotKey => "wait; if this happens often, copy a field that changes less often",
@@ -225,7 +227,7 @@ impl Cause {
             Self::Unavailable => {
                 "`denormd plan` says what is missing, see also the errors below; the rule resumes by itself, with a backfill"
             }
-            Self::Paused => "`denormd resume RULE` when ready, which backfills it",
+            Self::Paused => "`denormd resume RULE` when ready; this backfills the rule",
             Self::CanaryLate => {
                 "see the errors below and rs.status(); if neither gives the reason, restart the daemon and report its log"
             }

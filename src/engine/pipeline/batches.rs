@@ -22,7 +22,7 @@ use crate::{
     workqueue::{Batch, BatchLimits, Lane, Work},
 };
 use denormd_model::{failpoint, rule_state::BlockReason};
-use denormd_mongo::code;
+use denormd_mongo::{code, error::Kind};
 
 /// Time after which a write to all targets of a key counts as long.
 const LONG: Duration = Duration::from_millis(250);
@@ -54,7 +54,10 @@ fn stop_of(outcome: &Outcome) -> Option<Change> {
 
 fn refused(ended: &Ended) -> Option<Change> {
     match &ended.end {
-        End::Failed(error) if error.code == Some(code::UNAUTHORIZED) && ended.work.attempts >= REFUSALS => {
+        End::Failed(error)
+            if error.code == Some(code::UNAUTHORIZED)
+                && (ended.work.attempts >= REFUSALS || ended.work.has_failed_for_long()) =>
+        {
             Some(Change::Unavailable(error.message.clone()))
         }
         _ => None,
@@ -151,10 +154,12 @@ impl Pipeline {
                 }
                 End::Later(delay) => Next::Again { delay },
                 End::Failed(error) => {
+                    let is_lasting = error.kind == Kind::TimedOut || error.code == Some(code::UNAUTHORIZED);
                     let delay = reconcile::batch::backoff(work.attempts);
                     let (keys, attempts) = failed.entry(error.message).or_default();
                     (*keys, *attempts) = (*keys + 1, work.attempts.max(*attempts));
                     work.attempts += 1;
+                    work.failing_since = is_lasting.then(|| work.failing_since.unwrap_or_else(Instant::now));
                     Next::Again { delay }
                 }
             };
@@ -172,7 +177,7 @@ impl Pipeline {
     /// Reports what a batch has written, if its rule has dead letters: they are retried without their pause.
     fn report_written(&self, outcome: &Outcome) {
         let rule = outcome.lane.0;
-        if self.context.metrics.dead_letters.with_label_values(&[&self.context.plan.rule(rule).name]).get() == 0 {
+        if !self.context.metrics.has_dead_letters(&self.context.plan.rule(rule).name) {
             return;
         }
         let mut written = Written::default();

@@ -15,7 +15,7 @@ use crate::{
     reconcile::group::SHARED_BELOW,
     request::{Origin, Request, Scope, Task},
     route::{Routed, Router},
-    workqueue::{Batch, BatchLimits, Finish, Lane, Pending, Verdict, Work, WorkQueue, origins},
+    workqueue::{Batch, BatchLimits, Finish, LONGEST_UNCONFIRMED, Lane, Pending, Verdict, Work, WorkQueue, origins},
 };
 use denormd_model::{
     key::Key,
@@ -24,8 +24,6 @@ use denormd_model::{
 };
 use denormd_rules::plan::{Keyed, Plan, RuleId};
 
-/// Time limit for a rule that is never idle; after that the guard reports the difference as drift.
-const LONGEST_UNCONFIRMED: Duration = Duration::from_secs(60);
 /// Origin number of the first page: each page is a stream of one batch, numbered downwards.
 const PAGES: usize = usize::MAX;
 
@@ -252,7 +250,7 @@ impl Schedule {
         let crowded = self.queue.is_crowded_by_guard();
         for (_, work) in &mut batch.items {
             let long =
-                work.unconfirmed_since.is_some_and(|since| now.saturating_duration_since(since) > LONGEST_UNCONFIRMED);
+                work.differs_since.is_some_and(|since| now.saturating_duration_since(since) > LONGEST_UNCONFIRMED);
             work.unconfirmed_mismatch.verdict = match delivered < work.unconfirmed_mismatch.seen || (writing && !long) {
                 _ if crowded => Verdict::Unconfirmed,
                 true => Verdict::Postponed,

@@ -174,8 +174,7 @@ impl Context {
         let filter = rule.source.filter.clone().unwrap_or_default();
         let projection = rule.reference.projection(Role::Source);
         let wanted = scan::Wanted { filter: &filter, projection: &projection, limit };
-        // The known density of targets says nothing about the sources.
-        let page = scan::page_of_collection(self, &rule.source.namespace, wanted, after, time, &mut None).await?;
+        let page = scan::page_of_side(self, (rule, Role::Source), wanted, after, time).await?;
         let sources = self.documents_of(rule, &decoded(&page.targets)?, time).await?;
         Ok(Sources { last: page.last, ..sources })
     }

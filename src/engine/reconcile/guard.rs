@@ -20,7 +20,7 @@ use crate::{
     },
     request::{Request, Scope, Task},
     route::reference_requests,
-    workqueue::{UnconfirmedMismatch, Verdict},
+    workqueue::{LONGEST_UNCONFIRMED, UnconfirmedMismatch, Verdict, Work},
 };
 use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::{command::limited, error::Result};
@@ -28,6 +28,25 @@ use denormd_rules::{config::OnDrift, plan::Rule};
 
 /// Delay before the guard reports a difference as drift.
 const CONFIRMATION_DELAY: Duration = Duration::from_millis(200);
+
+/// The verdict on a target that differs in this way; `seen` is the time by which everything that it was compared with was
+/// committed.
+fn verdict(work: &mut Work, difference: u64, seen: ClusterTime) -> Verdict {
+    let is_same = work.unconfirmed_mismatch.difference == difference;
+    let is_new = work.unconfirmed_since.is_none() || !is_same;
+    // Whoever goes on writing the target would postpone the verdict, and hold the checkpoint, for ever.
+    let is_old = work.differs_since.get_or_insert_with(Instant::now).elapsed() > LONGEST_UNCONFIRMED;
+    match work.unconfirmed_mismatch.verdict {
+        verdict if !is_new => verdict,
+        Verdict::Drift if is_old && is_same => Verdict::Drift,
+        Verdict::Postponed | Verdict::Drift if !is_old => {
+            work.unconfirmed_since = Some(Instant::now());
+            work.unconfirmed_mismatch = UnconfirmedMismatch { difference, seen, verdict: Verdict::Postponed };
+            Verdict::Postponed
+        }
+        _ => Verdict::Unconfirmed,
+    }
+}
 
 impl Run<'_> {
     /// Compares targets whose owned fields were written. Usually denormd wrote them itself, and nothing differs.
@@ -45,13 +64,7 @@ impl Run<'_> {
             let Some(mismatch) = differing.get(&item.key) else { continue };
             // The source may have just changed, and the resulting write may be in progress: only a difference that
             // remains afterwards is drift.
-            let (difference, unconfirmed_mismatch) = (mismatch.fingerprint, &mut item.work.unconfirmed_mismatch);
-            let is_new = item.work.unconfirmed_since.is_none() || unconfirmed_mismatch.difference != difference;
-            if is_new && unconfirmed_mismatch.verdict != Verdict::Unconfirmed {
-                item.work.unconfirmed_since = Some(Instant::now());
-                *unconfirmed_mismatch = UnconfirmedMismatch { difference, seen, verdict: Verdict::Postponed };
-            }
-            match unconfirmed_mismatch.verdict {
+            match verdict(&mut item.work, mismatch.fingerprint, seen) {
                 Verdict::Postponed => {
                     item.end = Some(End::Later(CONFIRMATION_DELAY));
                     continue;
@@ -69,7 +82,8 @@ impl Run<'_> {
             let repaired = self.rule.on_drift == OnDrift::Repair;
             tracing::warn!(
                 rule = %self.rule.name, targets = unconfirmed, repaired,
-                "targets differ, and the backlog is too long to tell who wrote them: they are not counted as drift"
+                "targets differ; who wrote them is unknown, because the backlog is too long or they are written again and again: \
+                 they are not counted as drift"
             );
         }
         Ok(())
@@ -136,4 +150,36 @@ pub fn drifted(context: &Context, rule: &Rule, targets: &[Mismatch]) {
     let paths: Vec<&str> = paths.into_iter().collect();
     let (targets, paths) = (targets.len(), paths.join(", "));
     tracing::warn!(rule = %rule.name, targets, paths, repaired, "owned fields differ from their definition");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A target that was written again and again had its verdict postponed for ever.
+    #[tokio::test(start_paused = true)]
+    async fn a_verdict_is_not_postponed_for_ever() {
+        let time = ClusterTime::default();
+        for (difference, of_pipeline, last) in [
+            ((|round| round) as fn(u64) -> u64, Verdict::Postponed, Verdict::Unconfirmed),
+            (|_| 1, Verdict::Postponed, Verdict::Unconfirmed),
+            (|_| 1, Verdict::Drift, Verdict::Drift),
+            (|round| round, Verdict::Drift, Verdict::Unconfirmed),
+        ] {
+            let mut work = Work::default();
+            for round in 0.. {
+                // A new request begins a period of its own.
+                work.unconfirmed_since = None;
+                let found = verdict(&mut work, difference(round), time);
+                if round < 6 {
+                    assert_eq!(found, Verdict::Postponed);
+                } else if round > 6 {
+                    assert_eq!(found, last);
+                    break;
+                }
+                work.unconfirmed_mismatch.verdict = of_pipeline;
+                tokio::time::advance(LONGEST_UNCONFIRMED / 6).await;
+            }
+        }
+    }
 }

@@ -25,6 +25,10 @@ pub(super) const STEP: usize = 1000;
 /// within `limits.write_timeout`. Earlier failures may be the server's fault.
 const PATIENT: u32 = 5;
 
+fn has_waited(item: &Item) -> bool {
+    item.work.attempts >= PATIENT || item.work.has_failed_for_long()
+}
+
 impl Run<'_> {
     /// Handles a batch that failed as a whole: halves it until the offending key is alone.
     pub(super) async fn whole_failed(
@@ -93,7 +97,7 @@ impl Run<'_> {
     pub(super) async fn in_steps(&self, item: &Item, rows: &Rows, cause: Error) -> Result<End> {
         // The key has one document.
         if self.task == Task::Target || self.rule.creates.is_some() {
-            let is_patient = cause.kind != Kind::TimedOut || item.work.attempts >= PATIENT;
+            let is_patient = cause.kind != Kind::TimedOut || has_waited(item);
             return if is_patient { Ok(self.dead_letter(&item.key, None, &cause).await) } else { Err(cause) };
         }
         let Scope::Named(ids) = &item.work.scope else { return Ok(self.fan_out(item).await) };
@@ -107,7 +111,7 @@ impl Run<'_> {
     }
 
     async fn step(&self, item: &Item, ids: &[Key], desired: &Desired, end: &mut End) -> Result<()> {
-        let is_too_slow = |error: &Error| error.kind == Kind::TimedOut && item.work.attempts >= PATIENT;
+        let is_too_slow = |error: &Error| error.kind == Kind::TimedOut && has_waited(item);
         let key = &item.key;
         let mut stack = vec![ids];
         while let Some(ids) = stack.pop() {

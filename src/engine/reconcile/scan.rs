@@ -12,7 +12,7 @@ use denormd_mongo::{
     command::{decoded, limited},
     error::{Kind, Result},
 };
-use denormd_rules::plan::{Rule, Side};
+use denormd_rules::plan::{Rule, Side, reference::Role};
 
 /// A page ends early with this many bytes.
 const BYTES: usize = 8 << 20;
@@ -80,11 +80,23 @@ pub async fn page_of(
     after: Option<&Bson>,
     time: ClusterTime,
 ) -> Result<Page> {
+    page_of_side(context, (rule, Role::Target), wanted, after, time).await
+}
+
+/// The same for documents of the source or the target collection.
+pub async fn page_of_side(
+    context: &Context,
+    (rule, role): (&Rule, Role),
+    wanted: Wanted<'_>,
+    after: Option<&Bson>,
+    time: ClusterTime,
+) -> Result<Page> {
     let traits = &context.memory.traits;
-    let mut window = traits.of(rule.id, |traits| traits.window).flatten();
-    let page = page_of_collection(context, &rule.target.namespace, wanted, after, time, &mut window).await;
-    if window.is_some() {
-        traits.learn(rule.id, |traits| traits.window = window);
+    let side = if role == Role::Source { &rule.source } else { &rule.target };
+    let mut window = traits.of(rule.id, |traits| traits.windows.get(&role).copied()).flatten();
+    let page = page_of_collection(context, &side.namespace, wanted, after, time, &mut window).await;
+    if let Some(window) = window {
+        traits.learn(rule.id, |traits| _ = traits.windows.insert(role, window));
     }
     page
 }

@@ -181,7 +181,7 @@ section! {
     /// `lease`: the election of a leader among the instances of a deployment.
     Lease, LEASE {
         "ttl_seconds" ttl: Duration = 10, Form::Seconds(2),
-            "The time after which a lease that its leader no longer renews expires: 2 to 86400. Another instance takes over one second later. A write command may run for at most half of this time.";
+            "The lifetime of a lease after its last renewal: 2 to 86400 seconds. Another instance takes over one second later. A write command may run for at most half of this time.";
         "partitions" partitions: u32 = 1, Form::Count,
             "Partitions of the keys, at most 64. Each has a leader of its own, and the instances share them. The same for all instances.";
     }
@@ -191,11 +191,11 @@ section! {
     /// `undo`: the values that first backfills overwrite or remove, kept for `denormd undo`.
     Undo, UNDO {
         "mode" enabled: bool = true as "keep", Form::Choice(&[ ("keep", "the values that a rule's first backfill overwrites or removes are kept"), ("off", "nothing is kept, and `denormd undo` has nothing to put back"), ]),
-            "Whether values are kept.";
+            "Turns the keeping of values on or off.";
         "keep" keep: Duration = 604_800 as "7d", Form::Span,
             "The time for which a value is kept.";
         "max_bytes" max_bytes: u64 = 268435456, Form::Count,
-            "The most bytes of kept values, all rules together. Beyond it, a backfill goes on without keeping the rest, and says so.";
+            "The most bytes of kept values, all rules together. Beyond it, a backfill continues without keeping further values, and logs a warning.";
     }
 }
 

@@ -51,7 +51,7 @@ pub const MONGODB: &[Key] = &[
             ("experimental", "the routers of a sharded cluster are used, although denormd has never run on one"),
         ]),
         "never",
-        "Whether the cluster may be a sharded one.",
+        "Permission to run on a sharded cluster.",
     ),
 ];
 
@@ -253,14 +253,14 @@ const ON_EMPTY_OF_AGGREGATE: Key = key(
         ("keep", "with `create`: as `value`, and the document is never deleted"),
     ]),
     "value",
-    "The value of a target without a source. With `create`, such a document is deleted, and these are its values where it holds fields of others.",
+    "The value of a target without a source. With `create`, such a document is deleted; if it also holds fields that the rule does not own, it stays and gets these values.",
 );
 
 const TOUCH: Key = key(
     "touch",
     Form::Path,
     "",
-    "A path of the target that gets the server's time, never an earlier one than it has, with each change of the target by this rule. A value there that is no date stays. Rules may share it. It is not compared or repaired, and no rule may read it.",
+    "A path of the target that denormd sets to the server's time whenever this rule changes the target, and never to an earlier time than it holds. A value there that is not a date is left unchanged. Rules may share it. It is not compared or repaired, and no rule may read it.",
 );
 
 /// The keys of `copy`.
@@ -292,7 +292,7 @@ pub const COPY: &[Key] = &[
             ("delete", "the target document is deleted"),
         ]),
         "unset",
-        "The effect of a reference that finds no source. A null or missing reference removes the fields in any case. `remove` and `delete` wait for limits.destroy_grace_seconds, and stop at limits.destroy_per_hour.",
+        "The effect of a reference that finds no source. A null or missing reference removes the fields in any case. `remove` and `delete` wait for limits.destroy_grace_seconds. Every loss of a value counts towards limits.destroy_per_hour, whichever of these is chosen.",
     ),
     key(
         "otherwise",
@@ -401,7 +401,7 @@ pub const SIDE: &[Key] = &[
         "create",
         Form::Flag,
         "false",
-        "In the target of an `aggregate`: a key that has sources gets a document, whose `_id` comes from `match`, and loses it with its last source.",
+        "In the target of an `aggregate`: inserts a document for each key that has sources, with an `_id` from `match`, and deletes it when the last source is gone.",
     ),
 ];
 

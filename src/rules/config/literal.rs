@@ -11,7 +11,7 @@ use super::tree::{Node, Value};
 
 /// The forms of Extended JSON (v2, canonical) that are told by one key. `$regex` with `$options` is the query operator,
 /// never the old literal.
-const WRAPPERS: [&str; 14] = [
+pub(crate) const WRAPPERS: [&str; 14] = [
     "$oid",
     "$date",
     "$numberInt",

@@ -52,8 +52,8 @@ pub const REFUSED: &[(&str, &str, &str)] = &[
         "each element would have a value of its own, and the other paths one for all",
     ),
     ("`$$target`", "`once`", "the value follows the target, and `once` keeps it"),
-    ("`$$target`", "`on_missing: remove`", "it goes by the reference alone"),
-    ("`$$target`", "`on_missing: delete`", "it goes by the reference alone"),
+    ("`$$target`", "`on_missing: remove`", "it depends on the reference alone"),
+    ("`$$target`", "`on_missing: delete`", "it depends on the reference alone"),
     ("paths in the target's elements", "`on_missing: delete`", "the target has other elements"),
     ("paths in the elements and beside", "`once`", "beside the array, the first source changes"),
     (
@@ -79,7 +79,11 @@ pub const REFUSED: &[(&str, &str, &str)] = &[
     ("`on_missing: null`, `keep`", "`on_missing: remove`", "one policy"),
     ("`on_missing: null`, `keep`", "`on_missing: delete`", "one policy"),
     ("`on_missing: remove`", "`on_missing: delete`", "one policy"),
-    ("`on_missing: remove`", "`touch`", "the one goes by the reference alone, the other by what differs in a target"),
+    (
+        "`on_missing: remove`",
+        "`touch`",
+        "`remove` depends on the reference alone, `touch` on the differences in a target",
+    ),
     ("`on_missing: delete`", "`touch`", "no target is left whose time could be set"),
     ("`recursive`", "`by`, `into`", SINGLE),
     ("`recursive`", "an array in the source's path", TREE),

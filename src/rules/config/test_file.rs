@@ -174,7 +174,7 @@ impl Reader {
             match document.get("_id") {
                 None => {
                     let mistake = Mistake::new(at, "the document has no `_id`");
-                    self.mistake(mistake.hint("documents before and afterwards are told apart by it"));
+                    self.mistake(mistake.hint("documents before and afterwards are matched by their `_id`"));
                 }
                 Some(id) if !ids.insert(Key::one(id.clone())) => {
                     self.mistake(Mistake::new(at.key("_id"), "an `_id` is given twice in this collection"));
@@ -229,7 +229,7 @@ mod tests {
              parts: [{ _id: 1, name: bolt }] }\n\
              t.yaml:3:3: unknown key `givn`\n   3 |   givn: {}\n     |   ^^^^\n   hint: did you mean `given`?\n\
              t.yaml:4:17: the document has no `_id`\n   4 |   expect: { a: [{}] }\n     |                 ^^\n   hint: \
-             documents before and afterwards are told apart by it"
+             documents before and afterwards are matched by their `_id`"
         );
         for (text, message) in [
             ("", "the file is empty"),

@@ -617,11 +617,13 @@ impl Compiler<'_> {
 
     /// Refuses combinations of `$$target` without a meaning.
     fn of_target(&mut self, at: &ConfigPath, reference: &Reference, values: &Values, of_target: &OfTarget) {
-        if reference.creates {
+        // The values of a tree depend on the target too, without these variables; `recursive` has objections of its own.
+        let reads = !of_target.is_empty();
+        if reads && reference.creates {
             let message = "the rule creates its targets, and their values cannot be computed from them";
             self.mistake(at.clone(), message, "leave `$$target` out, or leave `create` out");
         }
-        if matches!(values, Values::Set { once: true, .. }) {
+        if reads && matches!(values, Values::Set { once: true, .. }) {
             let hint = "leave `once` out: the value follows the paths of the target that it reads";
             self.mistake(
                 at.key("once"),
@@ -662,7 +664,10 @@ impl Compiler<'_> {
                 refuse("`_id` cannot be written".to_owned(), "choose another field");
             }
             if owned[..nth].iter().any(|other| other.overlaps_loosely(path)) {
-                refuse(format!("`{path}` is owned twice"), "one path cannot be, or hold, another");
+                refuse(
+                    format!("`{path}` is owned twice"),
+                    "two owned paths cannot be equal, and neither may contain the other",
+                );
             }
             let computed_from = rule.of_target.iter().flat_map(OfTarget::all).any(|read| read.overlaps_loosely(path));
             if computed_from {
@@ -687,7 +692,7 @@ impl Compiler<'_> {
         };
         if rule.of_target.is_some() {
             let message =
-                format!("`{policy}` goes by the reference alone, and this rule's values depend on `$$target`");
+                format!("`{policy}` depends on the reference alone, and this rule's values depend on `$$target`");
             self.mistake(at.key("on_missing"), message, "use unset, null or keep, or values in `otherwise`");
             return;
         }
@@ -803,6 +808,45 @@ impl Rule {
     }
 }
 
+/// An earlier definition of a rule with the sources and targets of the present one, if these are the same but for arrays that
+/// [`Rule::demand_no_array`] has excluded since: what was written to the others counts as before.
+#[must_use]
+pub fn narrowed(earlier: &Document, now: &Document) -> Document {
+    let mut narrowed = earlier.clone();
+    for name in ["source", "target"] {
+        let (Ok(before), Ok(side)) = (earlier.get_document(name), now.get_document(name)) else { continue };
+        let (mut demanded, mut demands) = (Vec::new(), Vec::new());
+        let [before, side_now] = [undemanded(before, &mut demanded), undemanded(side, &mut demands)];
+        if before == side_now && demanded.iter().all(|path| demands.contains(path)) {
+            narrowed.insert(name, side.clone());
+        }
+    }
+    narrowed
+}
+
+/// One side of a definition without the conditions that a path is no array. Their paths are added to `demanded`.
+fn undemanded(side: &Document, demanded: &mut Vec<String>) -> Document {
+    fn without(filter: &Document, demanded: &mut Vec<String>) -> Option<Document> {
+        let clauses = match (filter.len(), filter.get_array("$and")) {
+            (1, Ok(clauses)) => clauses,
+            (1, _) => {
+                let (path, condition) = filter.iter().next()?;
+                if condition.as_document() == Some(&graph::no_array()) {
+                    demanded.push(path.clone());
+                    return None;
+                }
+                return Some(filter.clone());
+            }
+            _ => return Some(filter.clone()),
+        };
+        let mut rest: Vec<Document> =
+            clauses.iter().filter_map(Bson::as_document).filter_map(|clause| without(clause, demanded)).collect();
+        if rest.len() < 2 { rest.pop() } else { Some(doc! {"$and": rest}) }
+    }
+    let filter = side.get_document("where").ok().and_then(|filter| without(filter, demanded));
+    doc! {"collection": side.get("collection").cloned(), "where": filter}
+}
+
 /// All properties of a rule that affect the written values, as one document.
 fn definition(rule: &Rule) -> Document {
     let side = |side: &Side| doc! {"collection": side.namespace.to_string(), "where": side.filter.clone()};
@@ -915,4 +959,31 @@ pub fn is_once(definition: &Document) -> bool {
 /// A mapping as a list of pairs: its keys hold dots and `$`, and its order is part of the definition.
 fn literal(set: Document) -> Vec<Document> {
     set.into_iter().map(|(path, expression)| doc! {"path": path, "expression": expression}).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rule for other documents with the same path once made all values of this one count as another's.
+    #[test]
+    fn a_side_without_some_arrays_counts_as_narrowed() {
+        let definition =
+            |filter: Option<Document>| doc! {"target": {"collection": "d.c", "where": filter}, "match": []};
+        let plain = doc! {"kind": "post"};
+        let demand = |path: &str| doc! {path: graph::no_array()};
+        let without = |paths: &[&str]| {
+            doc! {"$and": std::iter::once(plain.clone()).chain(paths.iter().map(|path| demand(path))).collect::<Vec<_>>()}
+        };
+        let [all, some, fewer] =
+            [plain.clone(), without(&["kind"]), without(&["kind", "a"])].map(|one| definition(Some(one)));
+        assert_eq!(narrowed(&all, &some), some);
+        assert_eq!(narrowed(&some, &fewer), fewer);
+        assert_eq!(narrowed(&some, &all), some, "the arrays may hold what others wrote");
+        let other = definition(Some(doc! {"$and": [{"kind": "page"}, demand("kind")]}));
+        assert_eq!(narrowed(&all, &other), all);
+        let nothing = definition(None);
+        let demanded = definition(Some(doc! {"$and": [demand("kind")]}));
+        assert_eq!(narrowed(&nothing, &demanded), demanded);
+    }
 }

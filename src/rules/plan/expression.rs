@@ -6,6 +6,7 @@
 
 use bson::{Bson, Document};
 
+use crate::config::literal::WRAPPERS;
 use denormd_model::field_path::FieldPath;
 
 /// The paths that an expression or a filter depends on.
@@ -197,7 +198,7 @@ fn over_variables(value: &Bson, names: &[&str], variables: Variables<'_>) -> Res
     let found = walk.found;
     if found.source != Reads::Nothing {
         return Err(Refusal::new(
-            "this expression reads fields of the sources, which are many",
+            "this expression reads a source field, but a target has many sources",
             "accumulate them under names in `let`, and write the expression over these: let: { n: { $sum: $x } }, then $$n",
         ));
     }
@@ -253,8 +254,16 @@ fn read_filter(query: &Document, reads: &mut Reads) -> Result<(), Refusal> {
 }
 
 fn inside_filter(value: &Bson) -> Result<(), Refusal> {
-    let Bson::Document(doc) = value else { return Ok(()) };
+    let doc = match value {
+        Bson::Document(doc) => doc,
+        Bson::Array(items) => return items.iter().try_for_each(inside_filter),
+        _ => return Ok(()),
+    };
     for (name, value) in doc {
+        // The server would compare with the document.
+        if let Some(refusal) = malformed(name) {
+            return Err(refusal);
+        }
         if matches!(name.as_str(), "$where" | "$function") {
             return Err(code(name));
         }
@@ -285,6 +294,20 @@ fn condition(argument: &Bson) -> Result<(), Refusal> {
 
 fn code(name: &str) -> Refusal {
     Refusal::new(format!("`{name}` runs code on the server and is refused"), "express it with aggregation operators")
+}
+
+/// Refuses a value that is written like a literal of Extended JSON, and is none.
+fn malformed(name: &str) -> Option<Refusal> {
+    let hint = match name {
+        "$date" => "write { $date: \"2024-01-01T00:00:00Z\" }, with the time and the time zone",
+        "$oid" => "write { $oid: \"…\" } with 24 hexadecimal digits",
+        "$numberInt" | "$numberLong" | "$numberDouble" | "$numberDecimal" => {
+            "write the number as text: { $numberLong: \"1\" }"
+        }
+        _ if WRAPPERS.contains(&name) => "write it as MongoDB Extended JSON v2 (canonical)",
+        _ => return None,
+    };
+    Some(Refusal::new(format!("`{name}` does not hold a valid Extended JSON value"), hint))
 }
 
 fn unknown(name: &str, what: &str, known: &[&str], fallback: &str) -> Refusal {
@@ -463,12 +486,10 @@ impl<'a> Walk<'a> {
             }
             "$let" | "$map" | "$filter" | "$reduce" => self.binding(operator, argument),
             _ if OPERATORS.contains(&operator) || ACCUMULATORS.contains(&operator) => self.named(operator, argument),
-            _ => Err(unknown(
-                operator,
-                "operator",
-                OPERATORS,
-                "a text that starts with `$` is written { $literal: \"$text\" }",
-            )),
+            _ => {
+                let fallback = "a text that starts with `$` is written { $literal: \"$text\" }";
+                Err(malformed(operator).unwrap_or_else(|| unknown(operator, "operator", OPERATORS, fallback)))
+            }
         }
     }
 
@@ -501,13 +522,20 @@ impl<'a> Walk<'a> {
     }
 
     fn get_field(&mut self, argument: &Bson) -> Result<(), Refusal> {
-        match argument {
-            Bson::String(name) => self.found.source.add_text(name),
+        let (name, input) = match argument {
+            Bson::Document(doc) if doc.contains_key("field") => (doc.get("field"), doc.get("input")),
+            name => (Some(name), None),
+        };
+        let is_source = input.is_none_or(|input| matches!(input.as_str(), Some("$$ROOT" | "$$CURRENT")));
+        match (name, input) {
+            (Some(Bson::String(name)), _) if is_source && !name.starts_with('$') => self.found.source.add_text(name),
             // Both parts are expressions: a computed name and its input are read too.
-            Bson::Document(doc) if doc.contains_key("input") => {
-                doc.values().try_for_each(|part| self.expression(part))?;
+            (name, input) => {
+                if is_source {
+                    self.found.source = Reads::Everything;
+                }
+                name.into_iter().chain(input).try_for_each(|part| self.expression(part))?;
             }
-            _ => self.found.source = Reads::Everything,
         }
         Ok(())
     }
@@ -771,6 +799,10 @@ mod tests {
             ),
             (bson!({"$let": {"vars": {"v": "$a"}, "in": "$$v.b"}}), vec!["a"]),
             (bson!({"$getField": "dotted.name"}), vec!["dotted.name"]),
+            (bson!({"$getField": {"field": "dotted.name"}}), vec!["dotted.name"]),
+            (bson!({"$getField": {"field": "dotted.name", "input": "$$ROOT"}}), vec!["dotted.name"]),
+            (bson!({"$getField": {"field": "name", "input": "$names"}}), vec!["names"]),
+            (bson!({"$getField": {"$concat": ["in_", "$language"]}}), vec!["*"]),
             (
                 bson!({"$getField": {"field": {"$concat": ["in_", "$language"]}, "input": "$names"}}),
                 vec!["language", "names"],
@@ -798,6 +830,7 @@ mod tests {
             (bson!({"$cond": [true]}), "takes three values, this one has 1", "[if, then, else]"),
             (bson!("$$targett"), "unknown variable `$$targett`", "did you mean `$$target`?"),
             (bson!("$$source.name"), "unknown variable `$$source`", "without a variable: $name"),
+            (bson!({"$date": "2024-01-01"}), "`$date` does not hold a valid Extended JSON value", "and the time zone"),
         ] {
             let refusal = expression(&value, Variables::default()).unwrap_err();
             assert!(refusal.message.contains(message), "{value}: {}", refusal.message);
@@ -812,6 +845,19 @@ mod tests {
         assert!(filter(&doc! {"$where": "1"}).is_err());
         assert!(filter(&doc! {"a": {"$not": {"$where": "1"}}}).is_err());
         assert!(filter(&doc! {"$text": {"$search": "x"}}).is_err());
+        // The server would compare with these documents.
+        for malformed in [
+            doc! {"at": {"$gte": {"$date": "2024-01-01"}}},
+            doc! {"owner": {"$in": [1, {"$oid": "5f5c"}]}},
+            doc! {"$or": [{"n": {"$numberLong": 1}}]},
+        ] {
+            let refusal = filter(&malformed).unwrap_err();
+            assert!(
+                refusal.message.contains("does not hold a valid Extended JSON value"),
+                "{malformed}: {}",
+                refusal.message
+            );
+        }
     }
 
     #[test]

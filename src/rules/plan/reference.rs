@@ -42,7 +42,7 @@ pub struct Reference {
 }
 
 /// Role of a document in a rule.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// The source.
     Source,

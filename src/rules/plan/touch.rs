@@ -38,7 +38,9 @@ pub fn refusals(rule: &Rule) -> Vec<(&'static str, String, &'static str)> {
         out.push(("touch", "`_id` cannot be written".to_owned(), "choose another field"));
     }
     let removal = match rule.on_missing {
-        OnMissing::Remove => Some("`remove` goes by the reference alone, and `touch` by what differs in a target"),
+        OnMissing::Remove => {
+            Some("`remove` depends on the reference alone, and `touch` on the differences in a target")
+        }
         OnMissing::Delete => Some("`delete` leaves no target whose time could be set"),
         OnMissing::Unset | OnMissing::Null | OnMissing::Keep => None,
     };

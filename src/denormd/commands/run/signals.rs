@@ -137,6 +137,11 @@ impl Signals {
         signals
     }
 
+    /// Takes the present content of the files for what is known.
+    pub fn loaded(&mut self) {
+        self.seen = self.look();
+    }
+
     /// Also watches these files, which the config names. Keeps the known content of the config's own files, so that a change
     /// since they were loaded still causes a reload.
     pub fn watch(&mut self, named: Vec<PathBuf>) {

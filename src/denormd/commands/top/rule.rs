@@ -104,7 +104,7 @@ fn figures(status: &Status, rule: &Rule, last: bool, rate: Option<f64>) -> Vec<(
     if rule.drift_found > 0 {
         out.push(("drift", format!("{} found, {} repaired", rule.drift_found, rule.drift_repaired)));
     }
-    out.push(("dead letters", rule.dead_letters.to_string()));
+    out.push(("dead letters", status.dead_letters_text(rule.dead_letters)));
     out
 }
 

@@ -52,7 +52,7 @@ const COLUMNS: [Column; 10] = [
     Column::new("BACKFILL", 2, 8, |_, _, rule| share(&rule.backfill)),
     // The details have the reason for any delay.
     Column::new("", 5, 0, |_, _, rule| pace(&rule.backfill).unwrap_or_default()),
-    Column::number("DEAD", 3, 4, |_, _, rule| rule.dead_letters.to_string()),
+    Column::number("DEAD", 3, 4, |_, status, rule| status.dead_letters_text(rule.dead_letters)),
     Column::new("COPIES", 9, 6, |_, _, rule| format!("{} -> {}", rule.source, rule.target)),
 ];
 

@@ -135,7 +135,7 @@ fn figures(model: &Model, status: &Status) -> Vec<(&'static str, String)> {
         ("Events/s", rate(status.events_per_second)),
         ("Writes/s", rate(status.targets_per_second)),
         ("Queue", format!("{} of {}", status.queue_depth, status.queue_capacity)),
-        ("Dead letters", status.dead_letters.to_string()),
+        ("Dead letters", status.dead_letters_text(status.dead_letters)),
         ("Restart replays", duration(status.checkpoint_age_seconds)),
         ("P50", percentile(status.propagation.p50)),
         ("P99", percentile(status.propagation.p99)),

@@ -50,6 +50,12 @@ impl RunningFanOuts {
         open.values().filter(|fan_out| fan_out.subject.rule == rule).filter_map(|fan_out| fan_out.committed).min()
     }
 
+    /// Forgets the jobs of an earlier attempt to start.
+    pub fn clear(&self) {
+        self.open.lock().clear();
+        self.pages.lock().clear();
+    }
+
     /// Records that a job, or another pass of it, is in progress.
     pub fn begin(&self, fan_out: &FanOut) {
         self.open.lock().insert(fan_out.subject.clone(), fan_out.clone());

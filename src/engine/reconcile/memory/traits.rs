@@ -9,7 +9,7 @@ use crate::{
     reconcile::{group::Shape, value::NoInput},
     request::Task,
 };
-use denormd_rules::plan::RuleId;
+use denormd_rules::plan::{RuleId, reference::Role};
 
 /// Time for which a measured target size is used.
 const SIZE_AGE: Duration = Duration::from_secs(60);
@@ -32,8 +32,8 @@ pub(in crate::reconcile) struct OfRule {
     costs: HashMap<Task, usize>,
     /// The last time at which a shortcut returned a row that may be wrong.
     pub shortcut_failed: Option<Instant>,
-    /// Number of documents of the target collection that one page covers, if a full page took too long to read.
-    pub window: Option<i64>,
+    /// Number of documents of each side's collection that one page covers, if a full page took too long to read.
+    pub windows: HashMap<Role, i64>,
     /// The values of a key without sources, if only a server can compute them. They depend on the rule alone.
     pub no_input: Option<NoInput>,
     /// True if keys were written to the same few targets.
