@@ -155,7 +155,8 @@ test-server: ## Run the suites that a server's version matters to on MONGOD, THR
 	if [ "$$failed" ]; then echo "failed, of $(PORTIONS) portions:$$failed" >&2; exit 1; fi
 
 # MONGOD and MONGOS: paths, or images such as image:mongo:8.0. Without MONGOS, config servers and shards are started alone.
-SHARDED = test(/(^|::)(patterns|histories|exact_meaning)::/) + test(crashes::through_the_routers)
+# A simulated cluster is a part of other tests, and has no routers.
+SHARDED = (test(/(^|::)(patterns|histories|exact_meaning)::/) - test(simulated::)) + test(crashes::through_the_routers)
 .PHONY: test-sharded
 test-sharded: ## Run the patterns, HISTORIES histories and crashes through the routers of a sharded cluster
 	@export MONGOD="$$(python3 tests/mongod.py)"

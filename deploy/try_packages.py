@@ -100,8 +100,7 @@ class Service:
     @property
     def environment(self):
         # As a drop-in would: another daemon may run on this machine.
-        given = dict([self.section["Environment"].split("=", 1)], DENORMD__HTTP__LISTEN=self.address)
-        return {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", **given}
+        return {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "DENORMD__HTTP__LISTEN": self.address}
 
     def command(self, *words):
         user, group = self.section["User"], self.section["Group"]

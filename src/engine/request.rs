@@ -169,23 +169,31 @@ impl Page {
     pub async fn send(out: &mpsc::Sender<Self>, requests: Vec<Request>, after: ClusterTime) -> Result<SentPage> {
         let (done, end) = oneshot::channel();
         out.send(Self { requests, after, done }).await.map_err(|_| gone())?;
-        Ok(SentPage(end))
+        Ok(SentPage { answer: end, is_done: false })
     }
 }
 
 /// A page that the pipeline processes.
 #[derive(Debug)]
-pub struct SentPage(oneshot::Receiver<()>);
+pub struct SentPage {
+    answer: oneshot::Receiver<()>,
+    is_done: bool,
+}
 
 impl SentPage {
     /// Waits until all requests are done. Cancellation loses nothing.
     pub async fn done(&mut self) -> Result<()> {
-        (&mut self.0).await.map_err(|_| gone())
+        if !self.is_done {
+            (&mut self.answer).await.map_err(|_| gone())?;
+            self.is_done = true;
+        }
+        Ok(())
     }
 
-    /// True if all requests are done. To be asked until it is true, and not after [`Self::done`].
+    /// True if all requests are done.
     pub fn is_done(&mut self) -> bool {
-        self.0.try_recv().is_ok()
+        self.is_done = self.is_done || self.answer.try_recv().is_ok();
+        self.is_done
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use bson::{Document, doc};
+use bson::{Bson, Document, doc};
 use denormd_engine::{
     checkpoint::{rule_record::Agreement, store::Store},
     dead_letter::{Chosen, DeadLetters, Offending},
@@ -25,7 +25,7 @@ use mongodb::Database;
 use crate::{
     engine::fan_outs::{fail, slow_writes},
     support::{
-        daemon::{Daemon, PATIENCE, all, until},
+        daemon::{Daemon, PATIENCE, all, config, until},
         running::Running,
     },
 };
@@ -154,7 +154,7 @@ async fn a_write_that_takes_its_time_is_nobodys_drift() {
     let rule = HOST.replace("name: address,", "name: address, guard: watch,");
     // The first statement for all targets of a key has a tenth of this time, which must be longer than a slowed write.
     let limits = "limits: { write_timeout_seconds: 60,";
-    let daemon = Daemon::start_config(&crate::support::daemon::config(&test, &rule).replace("limits: {", limits)).await;
+    let daemon = Daemon::start_config(&config(&test, &rule).replace("limits: {", limits)).await;
     daemon.settled().await;
     // The guard checks the events of the first write twice while the second write is in progress.
     slow_writes(&test, 1500).await;
@@ -210,7 +210,7 @@ async fn what_is_under_way_is_nobodys_drift() {
     let test = denormd_fixture::database().await;
     let db = host_and_log(&test).await;
     let rule = HOST.replace("name: address,", "name: address, on_drift: report,");
-    let context = crate::support::daemon::context(&crate::support::daemon::config(&test, &rule)).await;
+    let context = crate::support::daemon::context(&config(&test, &rule)).await;
     let rule = &context.plan.rules[0];
     let (out, _pages) = tokio::sync::mpsc::channel(1);
     let latest = ClusterTime { seconds: u32::MAX, increment: 0 };
@@ -487,7 +487,7 @@ async fn values_that_would_be_unset_count_towards_the_removal_limit() {
     ];
     for (name, form) in forms {
         let rule = HOST.replace("match: { host: _id }, set: { ip: $ip }", form).replace("address", name);
-        let text = crate::support::daemon::config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
+        let text = config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
         let hosts = db.collection::<Document>("hosts");
         hosts.delete_many(doc! {}).await.unwrap();
         hosts.insert_many((0..30).map(|n| doc! {"_id": n, "ip": "10.0.0.1"})).await.unwrap();
@@ -527,7 +527,7 @@ async fn targets_without_a_source_lose_nothing_in_another_backfill() {
         let db = thirty(&test).await;
         db.collection::<Document>("hosts").delete_many(doc! {"_id": {"$gte": 5}}).await.unwrap();
         let rule = HOST.replace("set: { ip: $ip }", &format!("set: {{ ip: $ip }}, {instead}"));
-        let text = crate::support::daemon::config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
+        let text = config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
         let daemon = Daemon::start_config(&text).await;
         daemon.settled().await;
         assert_eq!(with_values(&db).await, 30, "{instead}");
@@ -544,7 +544,7 @@ async fn a_removal_that_is_tried_again_counts_once() {
     let set = ReplicaSet::start(1).await;
     let test = set.database().await;
     let db = thirty(&test).await;
-    let text = crate::support::daemon::config(&test, HOST).replace("limits: {", "limits: { destroy_per_hour: 10,");
+    let text = config(&test, HOST).replace("limits: {", "limits: { destroy_per_hour: 10,");
     let daemon = Daemon::start_config(&text).await;
     daemon.settled().await;
     let refused = doc! {"failCommands": ["update"], "namespace": format!("{}.log", test.name), "errorCode": 112};
@@ -570,8 +570,7 @@ async fn a_source_that_was_created_after_the_start_is_missed_when_it_goes() {
     let db = test.database();
     db.collection("log").insert_many((0..12_000).map(|n| doc! {"_id": n, "host": n})).await.unwrap();
     // The drop waits behind more changes than the queue holds.
-    let text =
-        crate::support::daemon::config(&test, HOST).replace("limits: {", "limits: { pending: 100, batch_keys: 50, ");
+    let text = config(&test, HOST).replace("limits: {", "limits: { pending: 100, batch_keys: 50, ");
     let daemon = Daemon::start_config(&text).await;
     daemon.settled().await;
     let hosts = db.collection("hosts");
@@ -700,7 +699,7 @@ async fn the_removal_limit_stops_a_wave_of_deletes() {
     let test = denormd_fixture::database().await;
     let db = thirty(&test).await;
     let rule = HOST.replace("set: { ip: $ip }", "set: { ip: $ip }, on_missing: delete");
-    let text = crate::support::daemon::config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
+    let text = config(&test, &rule).replace("limits: {", "limits: { destroy_per_hour: 10,");
     let daemon = Daemon::start_config(&text).await;
     daemon.settled().await;
     for n in 0..5 {
@@ -733,6 +732,25 @@ async fn targets_without_a_source_are_deleted_while_more_of_them_arrive() {
     .await;
     daemon.settled().await;
     assert_eq!(log.count_documents(doc! {"host": "gone"}).await.unwrap(), 0);
+    daemon.stop().await;
+}
+
+/// Each page waited for the grace period of its keys, with no more than four pages in the queue.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_backfill_reads_on_while_some_keys_wait_for_their_grace_period() {
+    let test = denormd_fixture::database().await;
+    let db = host_and_log(&test).await;
+    let log = db.collection::<Document>("log");
+    let host = |id: i32| if id % 1000 == 0 { Bson::from(format!("gone {id}")) } else { 1.into() };
+    log.insert_many((1000..9000).map(|id| doc! {"_id": id, "host": host(id)})).await.unwrap();
+    let rule = HOST.replace("set: { ip: $ip }", "set: { ip: $ip }, on_missing: delete");
+    let text = config(&test, &rule).replace("destroy_grace_seconds: 1 ", "destroy_grace_seconds: 3600 ");
+    let daemon = Daemon::start_config(&text).await;
+    until("all others have their address", async || {
+        (log.count_documents(doc! {"ip": "10.0.0.1"}).await.unwrap() == 7993).then_some(())
+    })
+    .await;
+    assert_eq!(log.count_documents(doc! {"host": {"$type": "string"}}).await.unwrap(), 8);
     daemon.stop().await;
 }
 

@@ -453,7 +453,7 @@ async fn values_that_were_put_back_outlast_a_change_of_the_rule() {
     // It would overwrite the values again by itself.
     program.run(&["pause", "host-label", "--for", "1h"]).await.exits(0);
     let told = program.run(&["undo", "host-label"]).await.exits(4).err;
-    assert!(told.contains("`host-label` is paused and may run again by itself"), "{told}");
+    assert!(told.contains("`host-label` is paused: it may run again by itself"), "{told}");
     program.run(&["pause", "host-label"]).await.exits(0);
     program.run(&["undo", "host-label"]).await.exits(0);
     daemon.stop().await;

@@ -881,7 +881,7 @@ fn variables_of_let_are_checked() {
         ("let: { n: { $sum: 1 } }, set: { x: { $sum: 1 } }", "the variable `n` is not used"),
         ("let: { N: { $sum: 1 } }, set: { x: { $add: [$$N, 1] } }", "`N` cannot be a variable's name"),
         ("let: { target: { $sum: 1 } }, set: { x: $$target }", "`target` cannot be a variable's name"),
-        ("let: { n: { $sum: 1 } }, set: { x: { $add: [$$n, $y] } }", "reads fields of the sources"),
+        ("let: { n: { $sum: 1 } }, set: { x: { $add: [$$n, $y] } }", "reads a source field"),
         ("let: { n: { $sum: 1 } }, set: { x: { $add: [$$n, $$m] } }", "unknown variable `$$m`"),
         ("let: { total: { $sum: 1 } }, set: { x: { $multiply: [$$total, $$totl] } }", "did you mean `$$total`?"),
         ("let: { total: { $sum: 1 } }, set: { x: $$total, y: $$totl }", "did you mean `$$total`?"),

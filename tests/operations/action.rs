@@ -253,12 +253,13 @@ fn a_release_is_downloaded_and_its_checksum_compared() {
     let request = PullRequest::new(&[], &[("denormd.yaml", &config(RULE))]);
     let release = request.place("shop/denormd/releases/download/v9.9.9");
     fs::create_dir_all(&release).unwrap();
-    let arch = if cfg!(target_arch = "aarch64") { "arm64" } else { "amd64" };
-    let name = format!("denormd-9.9.9-linux-{arch}");
+    let arch = if cfg!(target_arch = "aarch64") { "aarch64" } else { "x86_64" };
+    // As the workflow `release.yaml` names them.
+    let name = format!("denormd-9.9.9-{arch}-unknown-linux-musl");
     fs::write(release.join("denormd"), format!("#!/bin/sh\nexec {} \"$@\"\n", env!("CARGO_BIN_EXE_denormd"))).unwrap();
     // The checksums of a release are of all its files.
     let pack = format!(
-        "chmod +x denormd && tar -czf {name}.tar.gz denormd && sha256sum {name}.tar.gz >{name}.sha256 && echo '{:064}  other' >>{name}.sha256",
+        "chmod +x denormd && tar -czf {name}.tar.gz denormd && sha256sum {name}.tar.gz >SHA256SUMS && echo '{:064}  other' >>SHA256SUMS",
         0
     );
     assert!(Command::new("sh").args(["-c", &pack]).current_dir(&release).status().unwrap().success());
@@ -270,7 +271,7 @@ fn a_release_is_downloaded_and_its_checksum_compared() {
         .with("GITHUB_SERVER_URL", &server);
     let (code, report, printed) = request.check();
     assert_eq!(code, 0, "{report}{printed}");
-    fs::write(release.join(format!("{name}.sha256")), format!("{:064}  {name}.tar.gz\n", 0)).unwrap();
+    fs::write(release.join("SHA256SUMS"), format!("{:064}  {name}.tar.gz\n", 0)).unwrap();
     let (code, _, printed) = request.check();
     assert!(code != 0 && printed.contains("did NOT match"), "{code} {printed}");
 }

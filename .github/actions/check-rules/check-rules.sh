@@ -19,13 +19,13 @@ program() {
     if [ "${INPUT_DENORMD:-}" ]; then
         command -v "$INPUT_DENORMD" || { echo "::error::there is no program $INPUT_DENORMD" >&2; exit 1; }
     elif [ "${INPUT_VERSION:-}" ]; then
-        case $(uname -m) in aarch64 | arm64) arch=arm64 ;; *) arch=amd64 ;; esac
-        name=denormd-$INPUT_VERSION-linux-$arch
+        case $(uname -m) in aarch64 | arm64) arch=aarch64 ;; *) arch=x86_64 ;; esac
+        name=denormd-$INPUT_VERSION-$arch-unknown-linux-musl
         from=${GITHUB_SERVER_URL:-https://github.com}/$INPUT_REPOSITORY/releases/download/v$INPUT_VERSION
-        for file in "$name.tar.gz" "$name.sha256"; do
+        for file in "$name.tar.gz" SHA256SUMS; do
             curl --fail --silent --show-error --location --retry 3 --output "$work/$file" "$from/$file"
         done
-        (cd "$work" && sha256sum --check --ignore-missing --quiet "$name.sha256") >&2
+        (cd "$work" && sha256sum --check --ignore-missing --quiet SHA256SUMS) >&2
         tar -C "$work" -xzf "$work/$name.tar.gz" denormd
         echo "$work/denormd"
     else

@@ -43,6 +43,11 @@ use pace::Pace;
 const PAGE: i32 = 1000;
 /// Number of pages in the queue at once: one is written while the next one is read.
 const IN_FLIGHT: usize = 3;
+/// Number of pages in the queue at once, if few of their keys are left: with `on_missing: remove` or `delete`, a reference
+/// without a source waits for `limits.destroy_grace_seconds`.
+const MOST_IN_FLIGHT: usize = 100;
+/// Time after which a page that is not done may be waiting for a few keys.
+const LATE: Duration = Duration::from_secs(1);
 /// Pause after a failed page.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -171,6 +176,8 @@ struct Pending {
     last: Bson,
     documents: u64,
     sent: SentPage,
+    /// True once it has not been done in [`LATE`].
+    is_late: bool,
 }
 
 /// A page that was read.
@@ -228,6 +235,9 @@ impl RuleBackfill<'_> {
             let last = page.last;
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
             while pending.len() > keep {
+                if keep > 0 && pending.len() < MOST_IN_FLIGHT && self.has_few_left(&mut pending[0]).await {
+                    break;
+                }
                 done += pending.front().map_or(0, |page: &Pending| page.documents);
                 if !self.settle(request, &mut pending, (done, expected)).await? && !self.is_to_go_on().await? {
                     return Ok(false);
@@ -334,8 +344,17 @@ impl RuleBackfill<'_> {
         pending: &mut VecDeque<Pending>,
     ) -> Result<()> {
         let sent = Page::send(self.out, requests, after).await?;
-        pending.push_back(Pending { last: last.clone(), documents, sent });
+        pending.push_back(Pending { last: last.clone(), documents, sent, is_late: false });
         Ok(())
+    }
+
+    /// True if the page is not done, and the queue holds so little that few keys of any page are left.
+    async fn has_few_left(&self, page: &mut Pending) -> bool {
+        if !page.is_late {
+            // An error is met again when the page is settled.
+            page.is_late = tokio::time::timeout(LATE, page.sent.done()).await.is_err();
+        }
+        page.is_late && !page.sent.is_done() && self.context.published.borrow().depth < PAGE.unsigned_abs() as usize
     }
 
     /// Waits for the oldest page and saves the position after it. Returns false if a newer backfill of the rule has
