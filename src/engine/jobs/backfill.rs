@@ -348,13 +348,19 @@ impl RuleBackfill<'_> {
         Ok(())
     }
 
-    /// True if the page is not done, and the queue holds so little that few keys of any page are left.
+    /// Waits until the page is done, or so little is in the queue that few keys of any page are left. True in the second case.
     async fn has_few_left(&self, page: &mut Pending) -> bool {
-        if !page.is_late {
-            // An error is met again when the page is settled.
-            page.is_late = tokio::time::timeout(LATE, page.sent.done()).await.is_err();
+        // An error is met again when the page is settled.
+        if !page.is_late && tokio::time::timeout(LATE, page.sent.done()).await.is_ok() {
+            return false;
         }
-        page.is_late && !page.sent.is_done() && self.context.published.borrow().depth < PAGE.unsigned_abs() as usize
+        page.is_late = true;
+        let mut progress = self.context.published.subscribe();
+        tokio::select! {
+            biased;
+            _ = page.sent.done() => false,
+            _ = progress.wait_for(|snapshot| snapshot.depth < PAGE.unsigned_abs() as usize) => true,
+        }
     }
 
     /// Waits for the oldest page and saves the position after it. Returns false if a newer backfill of the rule has
