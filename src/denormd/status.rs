@@ -305,6 +305,7 @@ impl Board {
         // After a reload the same leader goes on.
         if state.attached.is_empty() && state.told != leader {
             state.dead_letters = None;
+            self.metrics.dead_letters_unknown();
         }
         state.told = leader;
         state.currency = Currency::default();
@@ -559,7 +560,10 @@ impl Board {
     fn publish(&self, state: &mut State, view: &View, now: i64) {
         match (&view.snapshot, &view.leadership) {
             (Some(snapshot), _) => self.metrics.show(snapshot),
-            (None, Leadership::Standby { .. }) => self.metrics.reset_leader_gauges(),
+            (None, Leadership::Standby { .. }) => {
+                state.dead_letters = None;
+                self.metrics.reset_leader_gauges();
+            }
             (None, _) => {}
         }
         self.publish_lags(state, view, now);

@@ -433,7 +433,7 @@ impl Metrics {
         let absent = [&self.checkpoint_age, &self.stream_age, &self.oplog_headroom, &self.oplog_loss, &self.clock_skew];
         absent.into_iter().for_each(GaugeVec::reset);
         self.backfill_held_back.reset();
-        self.dead_letters.reset();
+        self.dead_letters_unknown();
     }
 
     /// Records the number of partitions of the deployment; this process leads none of them yet.

@@ -183,6 +183,9 @@ pub struct SentPage {
 impl SentPage {
     /// Waits until all requests are done. Cancellation loses nothing.
     pub async fn done(&mut self) -> Result<()> {
+        if self.answer.is_terminated() && !self.is_done {
+            return Err(gone());
+        }
         if !self.is_done {
             (&mut self.answer).await.map_err(|_| gone())?;
             self.is_done = true;

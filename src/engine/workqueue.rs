@@ -61,6 +61,8 @@ const SMALL: usize = 50;
 pub const LONGEST_UNCONFIRMED: Duration = Duration::from_secs(60);
 /// Time after which a key that fails whenever it is tried is given up, if requests keep coming.
 const LONGEST_FAILING: Duration = Duration::from_secs(60);
+/// The failures in a row that this takes at least.
+const FAILURES: u32 = 5;
 /// Slow keys that are remembered after they are done.
 const KNOWN_SLOW: usize = 10_000;
 /// Outdated entries of `delayed` are removed once it holds this many more than twice the number of keys.
@@ -87,9 +89,9 @@ pub struct Work {
     pub committed: Option<i64>,
     /// Failed attempts since the last request.
     pub attempts: u32,
-    /// Time since which each attempt has failed because a write took too long or a privilege is missing, however many
-    /// requests came after that.
-    pub failing_since: Option<Instant>,
+    /// Time of the first of the failures in a row for which a write took too long or a privilege is missing, and their number,
+    /// however many requests came after that.
+    pub failing: Option<(Instant, u32)>,
     /// Time limit of its reads, if they have taken too long. Such a key is slow: it runs alone.
     pub read_limit: Option<Duration>,
     /// Maximum number of keys in a batch with this key, once a larger read has timed out.
@@ -763,7 +765,14 @@ impl Work {
     /// more often than it fails.
     #[must_use]
     pub fn has_failed_for_long(&self) -> bool {
-        self.failing_since.is_some_and(|since| since.elapsed() > LONGEST_FAILING)
+        self.failing.is_some_and(|(since, failures)| failures >= FAILURES && since.elapsed() > LONGEST_FAILING)
+    }
+
+    /// Counts a failure of an attempt. One that passes by itself (not `lasting`) ends the row.
+    pub fn fails(&mut self, lasting: bool) {
+        self.attempts += 1;
+        let (since, failures) = self.failing.unwrap_or_else(|| (Instant::now(), 0));
+        self.failing = lasting.then_some((since, failures + 1));
     }
 
     /// Maximum number of keys in a batch with this one.
@@ -778,7 +787,7 @@ impl Work {
         self.after = self.after.max(newer.after);
         self.committed = earliest(self.committed, newer.committed);
         self.attempts = 0;
-        self.failing_since = self.failing_since.or(newer.failing_since);
+        self.failing = self.failing.or(newer.failing);
         self.read_limit = self.read_limit.or(newer.read_limit);
         self.batch_keys = self.batch_keys.or(newer.batch_keys);
         self.restarted = self.restarted.or(newer.restarted);
@@ -938,13 +947,18 @@ mod tests {
     #[test]
     fn a_new_request_does_not_hide_how_long_a_key_fails() {
         let mut bench = Bench::new();
-        let failing_since = Some(Instant::now());
         bench.push(Task::Value, 1, Scope::All, 1);
         let batch = bench.take().unwrap();
         bench.push(Task::Value, 1, Scope::All, 1);
-        bench.finish(batch, |work| Finish::Again { work: Work { failing_since, ..work }, delay: Duration::ZERO });
+        bench.finish(batch, |mut work| {
+            work.fails(true);
+            Finish::Again { work, delay: Duration::ZERO }
+        });
         bench.push(Task::Value, 1, Scope::All, 1);
-        assert_eq!(bench.take().unwrap().items[0].1.failing_since, failing_since);
+        let mut work = bench.take().unwrap().items.remove(0).1;
+        assert_eq!(work.failing.map(|(_, failures)| failures), Some(1));
+        work.fails(false);
+        assert_eq!(work.failing, None, "an outage");
     }
 
     /// A restarted key takes seconds: it shares its batch with no other key, and is not lost behind the others.

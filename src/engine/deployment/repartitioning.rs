@@ -110,7 +110,9 @@ impl Kept {
     /// True if there are few enough fan-out jobs and dead letters for one transaction.
     fn can_be_carried(&self, to: &[Partition]) -> bool {
         let carried = |work: &[Document]| to.iter().map(|new| carried(*new, work).count()).sum::<usize>();
-        carried(&self.fan_outs) + carried(&self.dead_letters) <= MOST_CARRIED
+        // No more than that many were read.
+        let is_complete = self.fan_outs.len() <= MOST_CARRIED && self.dead_letters.len() <= MOST_CARRIED;
+        is_complete && carried(&self.fan_outs) + carried(&self.dead_letters) <= MOST_CARRIED
     }
 }
 
@@ -393,6 +395,22 @@ mod tests {
         let is_degraded = |states: &[Document]| joined(states, 2, true)[0].get_bool("degraded").ok();
         assert_eq!(is_degraded(&[state(0, "done"), degraded(1, "pending")]), Some(true));
         assert_eq!(is_degraded(&[state(0, "pending"), state(1, "pending")]), None);
+    }
+
+    /// Of four partitions with the same lookups each, the last one's own dead letters were not read, and lost.
+    #[test]
+    fn what_was_not_read_is_not_taken_for_carried() {
+        let lookup = doc! {"_id": {"rule": "r", "task": "Holders", "key": [1]}};
+        let one: Vec<Partition> = Partition::all(1).collect();
+        let kept = |count| Kept { dead_letters: vec![lookup.clone(); count], ..Kept::default() };
+        assert!(kept(MOST_CARRIED).can_be_carried(&one));
+        assert!(!kept(MOST_CARRIED + 1).can_be_carried(&one));
+        let many: Vec<Partition> = Partition::all(2).collect();
+        let different = (0..6000).map(|n| doc! {"_id": {"rule": "r", "task": "Holders", "key": [n]}}).collect();
+        assert!(
+            !Kept { dead_letters: different, ..Kept::default() }.can_be_carried(&many),
+            "each of them has them all"
+        );
     }
 
     /// Members of a circle may be owned by different partitions, which see the shared dead letter's key by their own

@@ -236,6 +236,12 @@ impl RuleBackfill<'_> {
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
             while pending.len() > keep {
                 if keep > 0 && pending.len() < MOST_IN_FLIGHT && self.has_few_left(&mut pending[0]).await {
+                    if !self.is_to_go_on().await? {
+                        return Ok(false);
+                    }
+                    let written = pending.iter_mut().filter_map(|page| page.sent.is_done().then_some(page.documents));
+                    let written = done + written.sum::<u64>();
+                    published.backfill(&self.rule.name, |progress| progress.scanned = written);
                     break;
                 }
                 done += pending.front().map_or(0, |page: &Pending| page.documents);
@@ -356,10 +362,12 @@ impl RuleBackfill<'_> {
         }
         page.is_late = true;
         let mut progress = self.context.published.subscribe();
+        // The streams need room in a small queue.
+        let few = usize::try_from(PAGE).unwrap_or(usize::MAX).min(self.context.limits.pending / 2);
         tokio::select! {
             biased;
             _ = page.sent.done() => false,
-            _ = progress.wait_for(|snapshot| snapshot.depth < PAGE.unsigned_abs() as usize) => true,
+            _ = progress.wait_for(|snapshot| snapshot.depth < few) => true,
         }
     }
 

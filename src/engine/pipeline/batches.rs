@@ -152,14 +152,16 @@ impl Pipeline {
                     self.jobs.fan_out(&self.context, fan_out);
                     Next::Done { pause }
                 }
-                End::Later(delay) => Next::Again { delay },
+                End::Later(delay) => {
+                    work.failing = None;
+                    Next::Again { delay }
+                }
                 End::Failed(error) => {
                     let is_lasting = error.kind == Kind::TimedOut || error.code == Some(code::UNAUTHORIZED);
                     let delay = reconcile::batch::backoff(work.attempts);
                     let (keys, attempts) = failed.entry(error.message).or_default();
                     (*keys, *attempts) = (*keys + 1, work.attempts.max(*attempts));
-                    work.attempts += 1;
-                    work.failing_since = is_lasting.then(|| work.failing_since.unwrap_or_else(Instant::now));
+                    work.fails(is_lasting);
                     Next::Again { delay }
                 }
             };

@@ -1,6 +1,6 @@
 //! Checks the history of the state: what a deployment must never record.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use bson::{Bson, Timestamp};
 use denormd_engine::{
@@ -165,12 +165,24 @@ impl Recorded {
         Ok(())
     }
 
-    /// Fails if a rule counts as done in the new partitions although an old partition had an open fan-out job for it, or had not
-    /// registered it.
+    /// Fails if a rule counts as done in the new partitions although an old partition had not registered it, or had an open
+    /// fan-out job for it that no new partition has.
     fn open_work_is_repeated(&self, Repartitioning { time, from, to }: Repartitioning) -> Result<(), String> {
         let is_of = |id: &Bson, number| partitions_of(id_field(id, "deployment")) == number;
         let is_open = |(id, values): &&(Bson, FieldHistory)| is_of(id, from) && read_before(values, time).is_some();
-        let open: BTreeSet<&str> = self.fan_outs.values().filter(is_open).map(|(id, _)| id_field(id, "rule")).collect();
+        let subject = |id: &Bson| {
+            let id = id.as_document()?;
+            Some((
+                id.get_str("rule").ok()?.to_owned(),
+                id.get_str("task").ok()?.to_owned(),
+                loaded(id.get_array("key").ok()?),
+            ))
+        };
+        let goes_on = |(id, values): &&(Bson, FieldHistory)| is_of(id, to) && set_at(values, time).is_some();
+        let carried: HashSet<_> = self.fan_outs.values().filter(goes_on).filter_map(|(id, _)| subject(id)).collect();
+        let is_lost = |(id, _): &&(Bson, FieldHistory)| subject(id).is_some_and(|subject| !carried.contains(&subject));
+        let lost = self.fan_outs.values().filter(is_open).filter(is_lost);
+        let open: BTreeSet<&str> = lost.map(|(id, _)| id_field(id, "rule")).collect();
         for (id, values) in self.rules.values().filter(|(id, _)| is_of(id, to)) {
             let rule = id_field(id, "rule");
             let old = self.rules.values().filter(|(old, values)| {
