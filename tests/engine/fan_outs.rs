@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
+use denormd_model::position::ClusterTime;
 use mongodb::Database;
 
 use crate::support::daemon::{Daemon, PATIENCE, config, until};
@@ -102,6 +103,16 @@ impl Slow {
     }
 }
 
+/// Waits until the position has passed this time: a restart does not read earlier changes again.
+async fn is_passed(test: &TestDb, time: ClusterTime) {
+    let positions = test.beside("state").collection::<Document>("positions");
+    until("the position passes what is recorded", async || {
+        let position = positions.find_one(doc! {}).await.unwrap()?;
+        (position.get_timestamp("time").unwrap() >= bson::Timestamp::from(time)).then_some(())
+    })
+    .await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
     // Ten pages take this time each; the other asserted steps take three times.
@@ -114,12 +125,7 @@ async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
         db.collection::<Document>("logs").find_one(doc! {"_id": "other", "ip": 7}).await.unwrap()
     })
     .await;
-    let positions = test.beside("state").collection::<Document>("positions");
-    until("the position passes what is recorded", async || {
-        let position = positions.find_one(doc! {}).await.unwrap()?;
-        (position.get_timestamp("time").unwrap() >= bson::Timestamp::from(changed)).then_some(())
-    })
-    .await;
+    is_passed(&test, changed).await;
     assert!(with_ip(&db, ip).await < u64::try_from(LOGS).unwrap(), "it is still under way");
     daemon.kill();
     let before = fan_out(&test).await.unwrap();
@@ -138,7 +144,9 @@ async fn a_large_fan_out_neither_holds_the_position_nor_is_lost_by_a_crash() {
 async fn a_fan_out_goes_on_in_the_partition_that_owns_its_key() {
     let Slow { _set, test, db, daemon, ip } = Slow::begin(800).await;
     half_done(&test).await;
+    is_passed(&test, daemon.context().server.operation_time().await.unwrap()).await;
     daemon.kill();
+    assert!(fan_out(&test).await.is_some(), "it is still under way");
     fail(&test, "off", doc! {}).await;
     for partitions in [3, 2] {
         let daemon =

@@ -5,6 +5,10 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -15,6 +19,10 @@ use denormd_fixture::{Builder, Proxy, ReplicaSet, TestDb, Weather};
 use denormd_model::position::ClusterTime;
 use denormd_mongo::{Server, error::Kind};
 use serde_json::Value;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+};
 
 use crate::{
     operations::scraped::Prometheus,
@@ -211,6 +219,39 @@ async fn the_daemons_alone_are_cut_off_from_the_database() {
     over(&all, &test, let_go).await;
 }
 
+/// The port of a gateway to this port. Once it is told to, it forgets each connection on which a read comes: the read is lost, and
+/// so is everything after it. The driver's own connections go on.
+async fn gateway(node: u16) -> (u16, Arc<AtomicBool>) {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let forgets = Arc::new(AtomicBool::new(false));
+    let is_told = forgets.clone();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let (server, is_told) = (TcpStream::connect(("127.0.0.1", node)).await.unwrap(), is_told.clone());
+            tokio::spawn(async move {
+                let (mut from_client, mut to_client) = client.into_split();
+                let (mut from_server, mut to_server) = server.into_split();
+                let requests = async {
+                    let mut buffer = vec![0; 1 << 16];
+                    while let Ok(bytes @ 1..) = from_client.read(&mut buffer).await {
+                        let piece = &buffer[..bytes];
+                        let has = |name: &[u8]| piece.windows(name.len()).any(|part| part == name);
+                        if is_told.load(Ordering::SeqCst) && (has(b"maxTimeMS\0") || has(b"getMore\0")) {
+                            std::future::pending::<()>().await;
+                        }
+                        if to_server.write_all(piece).await.is_err() {
+                            return;
+                        }
+                    }
+                };
+                let _ended = tokio::join!(requests, tokio::io::copy(&mut from_server, &mut to_client));
+            });
+        }
+    });
+    (port, forgets)
+}
+
 /// Reads had no limit of their own: one on a connection that a gateway had forgotten waited for a quarter of an hour, until
 /// TCP gave it up.
 #[tokio::test(flavor = "multi_thread")]
@@ -218,13 +259,13 @@ async fn a_read_ends_although_its_connection_is_dead() {
     let set = ReplicaSet::start(1).await;
     let test = set.database().await;
     hosts_and_log(&test).await;
-    let way = Proxy::to(set.node(0).port()).await;
-    let uri = format!("mongodb://127.0.0.1:{}/?directConnection=true", way.port());
+    let (port, forgets) = gateway(set.node(0).port()).await;
+    let uri = format!("mongodb://127.0.0.1:{port}/?directConnection=true");
     let server = Server::new(denormd_fixture::client(&uri).await);
     let command = doc! {"find": "log", "filter": {}, "batchSize": 1, "maxTimeMS": 1000_i64};
     let mut pages = server.pages(&test.name, command.clone(), ClusterTime::default()).await.unwrap();
     assert_eq!(pages.next().await.unwrap().map(|rows| rows.len()), Some(1));
-    way.set(LOST);
+    forgets.store(true, Ordering::SeqCst);
     let (next, read) = (pages.next(), server.read(&test.name, command, ClusterTime::default()));
     let (next, read) = tokio::time::timeout(PATIENCE, async { tokio::join!(next, read) }).await.expect("both end");
     assert_eq!((next.unwrap_err().kind, read.unwrap_err().kind), (Kind::Connection, Kind::Connection));
