@@ -37,8 +37,8 @@ pub struct Cli {
 }
 
 /// The exit statuses in the help of a command without more precise ones.
-const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 usage or config error, 4 the cluster lacks something, or the state of a rule (blocked, \
-     paused, unavailable, not run yet) does not allow it.";
+const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 usage or config error, 4 the cluster lacks something, or the \
+    state of a rule (blocked, paused, unavailable, not run yet) does not allow it.";
 
 impl Cli {
     /// Reads the command line. Prints help or an error, and exits, if there is nothing to run.

@@ -183,13 +183,14 @@ pub struct SentPage {
 impl SentPage {
     /// Waits until all requests are done. Cancellation loses nothing.
     pub async fn done(&mut self) -> Result<()> {
-        if self.answer.is_terminated() && !self.is_done {
+        if self.is_done {
+            return Ok(());
+        }
+        if self.answer.is_terminated() {
             return Err(gone());
         }
-        if !self.is_done {
-            (&mut self.answer).await.map_err(|_| gone())?;
-            self.is_done = true;
-        }
+        (&mut self.answer).await.map_err(|_| gone())?;
+        self.is_done = true;
         Ok(())
     }
 
@@ -202,4 +203,23 @@ impl SentPage {
 
 fn gone() -> Error {
     Error::internal("the pipeline is gone")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_page_can_be_asked_for_again_whatever_its_end() {
+        let page = |answer| SentPage { answer, is_done: false };
+        let (done, answer) = oneshot::channel();
+        let mut written = page(answer);
+        assert!(!written.is_done());
+        done.send(()).unwrap();
+        assert!(written.is_done() && written.done().await.is_ok() && written.done().await.is_ok() && written.is_done());
+        let (gone, answer) = oneshot::channel();
+        let mut lost = page(answer);
+        drop(gone);
+        assert!(lost.done().await.is_err() && lost.done().await.is_err() && !lost.is_done());
+    }
 }

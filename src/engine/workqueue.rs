@@ -57,7 +57,7 @@ pub use pending::Pending;
 /// Minimum number of keys in a batch, if that many are pending: a batch costs the same number of commands as a single
 /// key.
 const SMALL: usize = 50;
-/// Time limit for the guard's verdict in a rule that is never idle, or on a target that others go on writing.
+/// Time limit for the guard's verdict in a rule that is never idle, or on a target that other programs keep writing.
 pub const LONGEST_UNCONFIRMED: Duration = Duration::from_secs(60);
 /// Time after which a key that fails whenever it is tried is given up, if requests keep coming.
 const LONGEST_FAILING: Duration = Duration::from_secs(60);
@@ -474,7 +474,7 @@ impl WorkQueue {
         }
         let (oldest_write, barrier) = (self.oldest_write(request.rule), self.taken + 1);
         let entry = self.entries.entry(queue_key.clone()).or_default();
-        // A later barrier would hold up what waits already: a source that goes on changing would keep it for ever.
+        // With a later barrier, work that waits already would have to wait longer: for ever, if the source keeps changing.
         let comes_later = entry.in_lane && request.task == Task::Parents && oldest_write < barrier;
         let slot = if comes_later { &mut entry.later } else { &mut entry.pending };
         let before = slot.as_ref().map_or(0, |work| weight(&queue_key.key, &work.scope));

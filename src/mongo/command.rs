@@ -24,7 +24,9 @@ use crate::{
     primary::{self, CHECK_INTERVAL, MOVED, Primary, bounded},
     text,
 };
-use denormd_model::{clock::millis, distribution::number, namespace::Namespace, position::ClusterTime};
+use denormd_model::{
+    clock::millis, distribution::number, key::whole_number, namespace::Namespace, position::ClusterTime,
+};
 
 /// Time limit for one read on the server.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
@@ -142,8 +144,8 @@ fn concern(after: ClusterTime) -> Document {
     }
 }
 
-/// An answer within the limit. A connection may be dead although the server is well and still the primary: a gateway that has
-/// forgotten it drops what is sent.
+/// Waits for an answer, within the limit. A connection may be dead although the server is well and still the primary: a gateway
+/// that has forgotten the connection drops what is sent on it.
 async fn answered<T>(limit: Option<Duration>, answer: impl Future<Output = Result<T>>) -> Result<T> {
     let Some(limit) = limit else { return answer.await };
     let answer = tokio::time::timeout(limit, answer).await;
@@ -391,12 +393,9 @@ impl Server {
         let after = after.max(*self.acknowledged.lock());
         let mut command = limited(command, READ_TIMEOUT);
         command.insert("readConcern", concern(after));
-        // The server ends it at its own limit.
-        let limit = command
-            .get("maxTimeMS")
-            .and_then(denormd_model::key::whole_number)
-            .and_then(|limit| u64::try_from(limit).ok());
-        let limit = limit.filter(|limit| *limit > 0).map(|limit| Duration::from_millis(limit) + HELLO);
+        // The server ends the read at its own limit; 0 is none.
+        let limit = command.get("maxTimeMS").and_then(whole_number).and_then(|millis| u64::try_from(millis).ok());
+        let limit = limit.filter(|millis| *millis > 0).map(|millis| Duration::from_millis(millis) + HELLO);
         let primary = Primary::of(&self.client);
         let database = self.database(database);
         let command = text::unescaped(RawDocumentBuf::try_from(&command)?);

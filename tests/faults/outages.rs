@@ -219,8 +219,8 @@ async fn the_daemons_alone_are_cut_off_from_the_database() {
     over(&all, &test, let_go).await;
 }
 
-/// The port of a gateway to this port. Once it is told to, it forgets each connection on which a read comes: the read is lost, and
-/// so is everything after it. The driver's own connections go on.
+/// Starts a gateway to this port. Returns the gateway's port and a switch. While the switch is on, the gateway forgets each
+/// connection that carries a read: the read and everything after it are lost. The driver's monitoring connections are not affected.
 async fn gateway(node: u16) -> (u16, Arc<AtomicBool>) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
     let port = listener.local_addr().unwrap().port();

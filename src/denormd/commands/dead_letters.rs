@@ -117,9 +117,9 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
     let (dead_letters, server) = (&context.dead_letters, &context.server);
     let store = Store::open(server, &dead_letters.database, &dead_letters.deployment).await?;
     let (mut before, mut left, mut untried) = (0, Vec::new(), Vec::new());
+    let is_only_rule = chosen.rule.is_some();
     // Dead letters of removed rules are skipped: nothing can retry them.
     for rule in super::chosen(&context.plan, chosen.rule.as_slice())? {
-        let is_only_rule = chosen.rule.is_some();
         let chosen = Chosen { rule: Some(rule.name.clone()), key: chosen.key.clone() };
         let count = dead_letters.count(server, &chosen).await?;
         if count == 0 {

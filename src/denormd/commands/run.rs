@@ -44,8 +44,8 @@ const CLUSTER_POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval between checks of a running pipeline.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Runs the daemon as [`run`] does, and also waits until the config is right. A signal stops it meanwhile, too: the first
-/// process of a container ignores one that it does not handle.
+/// Waits until the config is valid, and then runs the daemon ([`run`]). SIGTERM and SIGINT also end the wait: the kernel does not
+/// deliver signals without a handler to the first process of a container.
 pub async fn run_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> Result<(), Failure> {
     let mut signals = Signals::listen(paths)?;
     let loaded = tokio::select! {

@@ -34,7 +34,7 @@ const CONFIRMATION_DELAY: Duration = Duration::from_millis(200);
 fn verdict(work: &mut Work, difference: u64, seen: ClusterTime) -> Verdict {
     let is_same = work.unconfirmed_mismatch.difference == difference;
     let is_new = work.unconfirmed_since.is_none() || !is_same;
-    // Whoever goes on writing the target would postpone the verdict, and hold the checkpoint, for ever.
+    // Otherwise a program that keeps writing the target would postpone the verdict for ever, and hold the checkpoint.
     let is_old = work.differs_since.get_or_insert_with(Instant::now).elapsed() > LONGEST_UNCONFIRMED;
     match work.unconfirmed_mismatch.verdict {
         verdict if !is_new => verdict,

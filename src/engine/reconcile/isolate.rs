@@ -25,6 +25,7 @@ pub(super) const STEP: usize = 1000;
 /// within `limits.write_timeout`. Earlier failures may be the server's fault.
 const PATIENT: u32 = 5;
 
+/// True if a write of the key that takes too long is not tried again.
 fn has_waited(item: &Item) -> bool {
     item.work.attempts >= PATIENT || item.work.has_failed_for_long()
 }
