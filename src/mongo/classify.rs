@@ -41,8 +41,7 @@ pub fn kind_of_code(code: i32) -> Kind {
         // AdmissionQueueOverflow, RateLimitExceeded, IngressRequestRateLimitExceeded,
         // PooledConnectionAcquisitionRejected. Or its disk is full (OutOfDiskSpace).
         | 371 | 402 | 433 | 449 | 462 | 450 | 14031 => Kind::Unavailable,
-        // MaxTimeMSExpired
-        50 => Kind::TimedOut,
+        code::OUT_OF_TIME => Kind::TimedOut,
         // WriteConcernFailed, UnsatisfiableWriteConcern
         64 | 100 => Kind::NotReplicated,
         // ChangeStreamHistoryLost, ChangeStreamFatalError, InvalidResumeToken, OplogOperationUnsupported

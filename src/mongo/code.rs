@@ -6,6 +6,8 @@ pub const UNAUTHORIZED: i32 = 13;
 pub const TYPE_MISMATCH: i32 = 14;
 /// NamespaceExists: the collection is there already.
 pub const NAMESPACE_EXISTS: i32 = 48;
+/// MaxTimeMSExpired: the command has run out of time.
+pub const OUT_OF_TIME: i32 = 50;
 /// CappedPositionLost: the oplog was truncated up to and past the entry that was to be read next.
 pub const CAPPED_POSITION_LOST: i32 = 136;
 /// DuplicateKey: another instance has written the document at the same moment, or an upsert has not matched it.

@@ -1,6 +1,9 @@
 //! Nothing counts before it is majority-committed: neither reads nor writes.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
 
 use bson::{Document, doc};
 use denormd_engine::checkpoint::{rule_record::Agreement, store::Store};
@@ -9,11 +12,16 @@ use denormd_model::{
     position::ClusterTime,
     rule_state::{BlockReason, RuleState},
 };
-use denormd_mongo::Server;
+use denormd_mongo::{Server, error::Kind};
 use mongodb::options::WriteConcern;
 
-use crate::support::daemon::PATIENCE;
-use crate::support::{daemon::all, world::World};
+use crate::{
+    engine::fan_outs::fail,
+    support::{
+        daemon::{Daemon, PATIENCE, all},
+        world::World,
+    },
+};
 
 /// Makes updates of one collection fail as on a primary that steps down, or stops doing so.
 async fn refuse_writes(test: &TestDb, collection: &str, refuse: bool) {
@@ -73,6 +81,33 @@ async fn the_state_does_not_pass_what_is_not_written() {
     let daemon = world.daemon();
     world.converged().await;
     daemon.terminate().await;
+}
+
+/// The first statement for a key has a tenth of the time. Where a majority was always further behind, each changed key was written
+/// again and again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_majority_that_is_behind_gets_the_whole_time_of_a_write() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let db = test.database();
+    let hosts = db.collection::<Document>("hosts");
+    hosts.insert_one(doc! {"_id": 1, "ip": "old"}).await.unwrap();
+    db.collection("logs").insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let rule = "  - { name: r, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }\n";
+    let daemon = Daemon::start(&test, rule).await;
+    daemon.settled().await;
+    let behind = doc! {
+        "failCommands": ["update"], "namespace": format!("{}.logs", test.name), "appName": "denormd",
+        "writeConcernError": {"code": 50, "errmsg": "behind"},
+    };
+    fail(&test, doc! {"times": 1}, behind).await;
+    hosts.update_one(doc! {}, doc! {"$set": {"ip": "new"}}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(all(&db, "logs").await[0].get_str("ip").unwrap(), "new");
+    let (metrics, counts) = (&daemon.context().metrics, &daemon.context().counts);
+    assert_eq!(counts.uncertain.load(Ordering::Relaxed), 1, "the first statement had no time for the majority");
+    assert!(!metrics.met(&[Kind::NotReplicated], PATIENCE), "{:?}", metrics.recent_errors());
+    daemon.stop().await;
 }
 
 /// A source that only the primary has may be rolled back without an event: its copy would be of a document that never

@@ -16,7 +16,10 @@ use crate::{
     request::{Request, Scope, Task},
 };
 use denormd_model::{failpoint, field_path::FieldPath, key::Key, position::ClusterTime};
-use denormd_mongo::error::{Error, Kind, Reaction, Result};
+use denormd_mongo::{
+    code,
+    error::{Error, Kind, Reaction, Result},
+};
 use denormd_rules::plan::reference::Role;
 
 /// Targets written by one statement while the offending document is searched for.
@@ -124,8 +127,9 @@ impl Run<'_> {
                 let sent = self.send(deletes, &raw.collect::<Vec<_>>(), self.context.limits.write_timeout).await;
                 error = error.or(match sent {
                     Ok(mut written) => written.refused.pop().map(|(_, error)| error),
-                    // Fewer targets take less time.
-                    Err(error) if error.kind == Kind::TimedOut => Some(error),
+                    // Fewer targets take less time, and leave more of it to the majority: the same number as before could run out
+                    // of time in each attempt.
+                    Err(error) if error.kind == Kind::TimedOut || error.code == Some(code::OUT_OF_TIME) => Some(error),
                     Err(error) => return Err(error),
                 });
             }

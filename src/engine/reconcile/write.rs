@@ -123,7 +123,13 @@ impl Run<'_> {
         for (deletes, statements) in [(true, deletes), (false, updates)] {
             let (mut owners, raw): (Vec<_>, Vec<_>) =
                 statements.into_iter().map(|(owners, one)| (owners, one.raw)).unzip();
-            match self.send(deletes, &raw, timeout).await {
+            let mut sent = self.send(deletes, &raw, timeout).await;
+            // A shorter time was enough for the targets. A majority that is behind gets the whole.
+            let whole = self.context.limits.write_timeout;
+            if timeout < whole && sent.as_ref().is_err_and(|error| error.kind == Kind::NotReplicated) {
+                sent = self.send(deletes, &raw, whole).await;
+            }
+            match sent {
                 Ok(written) => {
                     matched += written.matched;
                     let owned = |(index, error): (usize, Error)| (std::mem::take(&mut owners[index]), error);
