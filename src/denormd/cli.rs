@@ -315,22 +315,13 @@ Editors complete and check a YAML config that begins with this line:
     /// Prints the minimal role that the rules need, as createRole and createUser. Needs no server.
     #[command(after_help = "Examples:
   denormd role --config shop.yaml > role.js               then, in mongosh as an administrator: load('role.js')
+  denormd role --update > role.js                         for a role that exists, after a change of the rules
   denormd role --name shop-denormd --with-apply           and what `plan --apply` needs
   denormd role --without-oplog                            where nobody may read local.oplog.rs
-  denormd role --output json                              the createRole command alone
+  denormd role --output json                              the command for the role alone
 
 Each privilege is preceded by what it is for.")]
-    Role {
-        /// The role's name.
-        #[arg(long, default_value = "denormd")]
-        name: String,
-        /// Include the privileges that `plan --apply` needs: createIndex, collMod, createCollection.
-        #[arg(long)]
-        with_apply: bool,
-        /// Leave out the privilege to read the oplog: the remaining oplog window is then unknown.
-        #[arg(long)]
-        without_oplog: bool,
-    },
+    Role(RoleOptions),
     /// Examines the data and applies MongoDB's six rules of thumb to it, with the figures behind each
     /// recommendation. Reads only.
     #[command(after_help = "Examples:
@@ -624,6 +615,23 @@ pub struct DaemonAddress {
     /// The authority that issued the daemon's certificate, in PEM, if it is not a public one and not in the config.
     #[arg(long, value_name = "FILE")]
     pub ca_file: Option<PathBuf>,
+}
+
+/// Options of `role`.
+#[derive(Debug, clap::Args)]
+pub struct RoleOptions {
+    /// The role's name.
+    #[arg(long, default_value = "denormd")]
+    pub name: String,
+    /// Print updateRole instead, for a role that exists. It replaces all privileges: repeat the other options.
+    #[arg(long)]
+    pub update: bool,
+    /// Include the privileges that `plan --apply` needs: createIndex, collMod, createCollection.
+    #[arg(long)]
+    pub with_apply: bool,
+    /// Leave out the privilege to read the oplog: the remaining oplog window is then unknown.
+    #[arg(long)]
+    pub without_oplog: bool,
 }
 
 /// Options of `advise` and `init`.

@@ -124,9 +124,7 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
             about::config(&loaded()?, output);
             Ok(())
         }
-        Command::Role { name, with_apply, without_oplog } => {
-            role::role(&loaded()?, output, name, *with_apply, !without_oplog).await
-        }
+        Command::Role(options) => role::role(&loaded()?, output, options).await,
         Command::Backfill { rule, no_wait } => backfill::backfill(&loaded()?, output, rule, *no_wait).await,
         Command::Unblock { rule } => backfill::unblock(&loaded()?, output, rule).await,
         Command::Prune { rule, dry_run, .. } => prune::prune(&loaded()?, output, rule.as_deref(), *dry_run).await,

@@ -121,7 +121,10 @@ fn unauthorized(message: &str, named: &str) -> Error {
         )
     } else {
         let what = forbidden(message).map(|what| format!(": the user may not run {what}")).unwrap_or_default();
-        (format!("{named}{what}"), "`denormd role` prints the least role that the rules of a config need")
+        (
+            format!("{named}{what}"),
+            "`denormd role` prints the least role that the rules of a config need, `--update` the command for a role that exists",
+        )
     };
     Error { code: Some(code::UNAUTHORIZED), ..Error::new(Kind::Privilege, message).hint(hint) }
 }

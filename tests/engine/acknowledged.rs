@@ -100,12 +100,13 @@ async fn a_majority_that_is_behind_gets_the_whole_time_of_a_write() {
         "failCommands": ["update"], "namespace": format!("{}.logs", test.name), "appName": "denormd",
         "writeConcernError": {"code": 50, "errmsg": "behind"},
     };
+    let (metrics, counts) = (&daemon.context().metrics, &daemon.context().counts);
+    let before = counts.uncertain.load(Ordering::Relaxed);
     fail(&test, doc! {"times": 1}, behind).await;
     hosts.update_one(doc! {}, doc! {"$set": {"ip": "new"}}).await.unwrap();
     daemon.settled().await;
     assert_eq!(all(&db, "logs").await[0].get_str("ip").unwrap(), "new");
-    let (metrics, counts) = (&daemon.context().metrics, &daemon.context().counts);
-    assert_eq!(counts.uncertain.load(Ordering::Relaxed), 1, "the first statement had no time for the majority");
+    assert!(counts.uncertain.load(Ordering::Relaxed) > before, "the first statement had no time for the majority");
     assert!(!metrics.met(&[Kind::NotReplicated], PATIENCE), "{:?}", metrics.recent_errors());
     daemon.stop().await;
 }

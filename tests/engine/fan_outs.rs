@@ -34,11 +34,13 @@ pub async fn fail(test: &TestDb, mode: impl Into<bson::Bson>, data: Document) {
     test.client.database("admin").run_command(command).await.unwrap();
 }
 
-/// Changes host 1 while the next write takes too long, until that has struck the fan-out and not a save of the daemon's
-/// own state. Returns the address of host 1 after that.
+/// Changes host 1 while the next write takes too long, until a fan-out is recorded. Returns the address of host 1 after that.
 async fn begin_fan_out(test: &TestDb, db: &Database) -> i32 {
     for ip in 1..50 {
-        fail(test, doc! {"times": 1}, doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50}).await;
+        let slow = doc! {
+            "failCommands": ["update"], "namespace": format!("{}.logs", test.name), "appName": "denormd", "errorCode": 50,
+        };
+        fail(test, doc! {"times": 1}, slow).await;
         set_ip(db, ip).await;
         // Otherwise a late event of an earlier change makes the daemon repeat the fan-out.
         let is_recorded = until("the change is applied, or recorded as a fan-out", async || {

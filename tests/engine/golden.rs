@@ -68,6 +68,8 @@ const COLLECTIONS: [&str; 12] = [
 ];
 const DEPLOYMENT: &str = "golden";
 const TTL: Duration = Duration::from_secs(2);
+/// Also the time limit of taking a lease.
+const LEASE: Duration = Duration::from_secs(10);
 
 /// One rule for each state that a rule can be in. Together they contain every part of a stored definition.
 const RULES: &str = r#"
@@ -134,9 +136,9 @@ async fn write(test: &TestDb) {
     store.save_position(server, "other", &pipeline, &position(None), None, saved.time).await.unwrap();
     write_work(server, state, &store, &plan).await;
     let instance = &Identity::of_this_process();
-    let held = Lease::new(another(), state, DEPLOYMENT, instance, TTL).try_lead().await.unwrap().unwrap();
+    let held = Lease::new(another(), state, DEPLOYMENT, instance, LEASE).try_lead().await.unwrap().unwrap();
     drop(held);
-    Lease::new(another(), state, "given-back", instance, TTL).try_lead().await.unwrap().unwrap().release().await;
+    Lease::new(another(), state, "given-back", instance, LEASE).try_lead().await.unwrap().unwrap().release().await;
     claim_term(server, state, "led-before", 41).await.unwrap();
     let divided = Member::join(another(), state, DEPLOYMENT, instance, TTL, &plan, 2);
     divided.leads(Some(1));
@@ -703,9 +705,9 @@ async fn leases_instances_and_formats(version: &str) {
     let holders = lease::holders(&server, &test.name, DEPLOYMENT).await.unwrap();
     assert_eq!(holders[DEPLOYMENT].id.is_empty(), version == "1", "release 0.1 writes no id");
     let instance = &Identity::of_this_process();
-    let lease = Lease::new(Server::new(test.client.clone()), &test.name, DEPLOYMENT, instance, TTL);
+    let lease = Lease::new(Server::new(test.client.clone()), &test.name, DEPLOYMENT, instance, LEASE);
     assert!(lease.try_lead().await.unwrap().is_none());
-    let given_back = Lease::new(Server::new(test.client.clone()), &test.name, "given-back", instance, TTL);
+    let given_back = Lease::new(Server::new(test.client.clone()), &test.name, "given-back", instance, LEASE);
     ends("given-back", 0).await;
     assert_eq!(given_back.try_lead().await.unwrap().unwrap().term(), 2);
 

@@ -1,6 +1,12 @@
 //! Rules that are added, changed and removed; fields that others write.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use bson::{Bson, Document, doc};
 use denormd_engine::{
@@ -42,13 +48,7 @@ async fn host_and_log(test: &TestDb) -> Database {
 
 /// Waits until the only log message equals this.
 async fn becomes(db: &Database, expected: Document) {
-    for _ in 0..600 {
-        if all(db, "log").await == [expected.clone()] {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    panic!("expected {expected}, found {:?}", all(db, "log").await);
+    until(&format!("{expected}"), async || (all(db, "log").await == [expected.clone()]).then_some(())).await;
 }
 
 #[tokio::test]
@@ -218,10 +218,6 @@ async fn what_is_under_way_is_nobodys_drift() {
         db.collection::<Document>(collection).update_one(doc! {}, doc! {"$set": {"ip": ip}}).await.unwrap();
     };
     set("log", "stale").await;
-    let meanwhile = |collection: &'static str, ip: &'static str| async move {
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        set(collection, ip).await;
-    };
     let round = async |snapshot: Snapshot| {
         denormd_engine::jobs::audit::round(&context, rule, &move |rule| snapshot.applied_of(rule), &out).await.unwrap();
         context.counts.drift.load(Ordering::Relaxed)
@@ -235,13 +231,30 @@ async fn what_is_under_way_is_nobodys_drift() {
     // The audit once did by itself what `backfill: manual` leaves to `denormd backfill`, and counted it as drift.
     for state in [RuleState::BACKFILL, RuleState::AwaitingBackfill] {
         let name = state.name();
-        let states = std::sync::Arc::new(vec![state]);
+        let states = Arc::new(vec![state]);
         assert_eq!(round(Snapshot { states, ..applied_by(latest) }).await, 0, "{name}");
     }
     // The expected value changes between the two reads, and so does the stored one.
-    assert_eq!(tokio::join!(audit(latest), meanwhile("hosts", "10.0.0.2")).0, 0);
-    assert_eq!(tokio::join!(audit(latest), meanwhile("log", "10.0.0.1")).0, 0);
-    assert_eq!(tokio::join!(audit(latest), meanwhile("log", "10.0.0.2")).0, 0);
+    let audit_while = async |collection: &str, ip: &str| {
+        let (asked, is_changed) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let (asks, changes) = (asked.clone(), is_changed.clone());
+        let applied = move |_| {
+            // The third question comes between them.
+            let waits = asks.fetch_add(1, Ordering::SeqCst) >= 2 && !changes.load(Ordering::SeqCst);
+            Some(if waits { ClusterTime { seconds: 1, increment: 0 } } else { latest })
+        };
+        let change = async {
+            until("the first read", async || (asked.load(Ordering::SeqCst) > 2).then_some(())).await;
+            set(collection, ip).await;
+            is_changed.store(true, Ordering::SeqCst);
+        };
+        let (ended, ()) = tokio::join!(denormd_engine::jobs::audit::round(&context, rule, &applied, &out), change);
+        ended.unwrap();
+        context.counts.drift.load(Ordering::Relaxed)
+    };
+    assert_eq!(audit_while("hosts", "10.0.0.2").await, 0);
+    assert_eq!(audit_while("log", "10.0.0.1").await, 0);
+    assert_eq!(audit_while("log", "10.0.0.2").await, 0);
     // The changes that the first read has seen are not applied yet.
     let behind = tokio::time::timeout(Duration::from_secs(4), async {
         set("log", "stale").await;
@@ -779,7 +792,10 @@ async fn a_key_with_a_dollar_in_a_name_can_be_a_dead_letter_and_a_fan_out() {
     while oplog.count_documents(opened.clone()).await.unwrap() == 0 {
         ip += 1;
         assert!(ip < 50, "no fan-out is recorded");
-        fail(&test, doc! {"times": 1}, doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50}).await;
+        let slow = doc! {
+            "failCommands": ["update"], "namespace": format!("{}.log", test.name), "appName": "denormd", "errorCode": 50,
+        };
+        fail(&test, doc! {"times": 1}, slow).await;
         hosts.update_one(doc! {}, doc! {"$set": {"ip": ip}}).await.unwrap();
         daemon.settled().await;
     }

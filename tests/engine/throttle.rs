@@ -27,7 +27,8 @@ async fn held_back(daemon: &Daemon, why: HeldBack) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_backfill_keeps_to_the_limit_and_waits_for_the_majority() {
-    let set = ReplicaSet::start(3).await;
+    // Another primary would replicate again.
+    let set = ReplicaSet::builder().nodes(3).election_timeout(Duration::from_secs(30)).start().await;
     let test = set.database().await;
     let db = test.database();
     db.collection("hosts").insert_one(doc! {"_id": 1, "ip": 1}).await.unwrap();

@@ -51,11 +51,11 @@ async fn crash(test: TestDb, place: &str, nth: u32) {
             world.db.collection::<Document>("tasks").drop().await.unwrap();
         }
         _ if place.starts_with("fan-out") => {
-            // The write takes too long for one key alone, until the failure has struck the fan-out and not a save of
-            // the daemon's own state.
+            // The write takes too long for one key alone.
             writer.stop().await;
             world.converged().await;
-            let data = doc! {"failCommands": ["update"], "appName": "denormd", "errorCode": 50};
+            let logs = format!("{}.logs", world.test.name);
+            let data = doc! {"failCommands": ["update"], "namespace": logs, "appName": "denormd", "errorCode": 50};
             let command = doc! {"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": data};
             let hosts = world.db.collection::<Document>("hosts");
             for ip in 0..30 {

@@ -156,7 +156,10 @@ async fn a_write_that_hangs_in_the_server_leaves_no_stale_value() {
     let (mut term, mut process) = world.term_after(0).await;
     world.at_rest(QUIET).await;
     let hosts = world.db.collection::<Document>("hosts");
-    for round in 0..rounds(1) {
+    let (mut hung, mut round) = (0, 0_u64);
+    while hung < rounds(1) {
+        round += 1;
+        assert!(round <= rounds(1) + 10, "the old write never hangs until its successor has written");
         let hang = doc! {"failCommands": ["update"], "blockConnection": true, "blockTimeMS": 20_000};
         fail(&world.test, doc! {"times": 1}, hang).await;
         let begun = Instant::now();
@@ -167,7 +170,8 @@ async fn a_write_that_hangs_in_the_server_leaves_no_stale_value() {
         hosts.update_one(doc! {"_id": 1}, doc! {"$set": {"ip": format!("new {round}")}}).await.unwrap();
         (term, process) = world.term_after(term).await;
         world.converged().await;
-        assert!(begun.elapsed() < Duration::from_secs(20), "the old write did not hang");
+        // A slow machine may take longer.
+        hung += u64::from(begun.elapsed() < Duration::from_secs(20));
         tokio::time::sleep_until((begun + Duration::from_secs(21)).into()).await;
         leader.signal("CONT");
         world.at_rest(QUIET).await;
@@ -199,7 +203,8 @@ async fn one_of_five_leads_and_a_deleted_lease_changes_nothing() {
     writer.stop().await;
     world.at_rest(QUIET).await;
     let leading = |daemon: &&Daemon| {
-        daemon.log().matches("following changes").count() > daemon.log().matches("the lease is lost").count()
+        let log = daemon.log();
+        log.rfind("following changes") > log.rfind("the lease is lost")
     };
     assert_eq!(daemons.iter().filter(leading).count(), 1);
 }
@@ -223,7 +228,11 @@ async fn the_newest_rules_lead() {
     // An old instance that restarts in the middle of the update remains the older one, even when the newer one dies.
     old.kill9();
     let (old, newest) = (world.daemon(), world.daemon_with("new.yaml"));
-    work(1000).await;
+    let instances = world.test.beside("state").collection::<Document>("instances");
+    for daemon in [&old, &newest] {
+        let announced = doc! {"process": daemon.pid()};
+        until("it is announced", async || instances.find_one(announced.clone()).await.unwrap()).await;
+    }
     new.kill9();
     let (term, process) = world.term_after(term).await;
     assert_eq!(process, newest.pid(), "\n{}", old.log());

@@ -87,12 +87,14 @@ async fn time_to_loss(all: &[Running]) -> Vec<f64> {
     exposed
 }
 
-/// Checks an instance's reports at one moment of an outage.
-async fn look(running: &Running, since: Duration) -> f64 {
+/// Checks an instance's reports at one moment of an outage. Returns its lag, and the duration of the outage at that time.
+async fn look(running: &Running, began: Instant) -> (Duration, f64) {
+    let since = began.elapsed();
     let code = async |path: &str| client::get(running.address, path, Duration::from_secs(10)).await.unwrap().code;
     assert_eq!(code("/livez").await, 200, "a restart mends nothing");
     assert_eq!(code("/readyz").await, 503, "ready after {since:?} of an outage: {}", running.text("/v1/status").await);
     let status: Value = serde_json::from_str(&running.text("/v1/status").await).unwrap();
+    let asked = began.elapsed();
     let told = |name: &str| status[name].as_str().unwrap_or_default().to_owned();
     assert_eq!(told("level"), "critical", "after {since:?}: {status:#}");
     let lag = status["lag_seconds"].as_f64().unwrap_or_default();
@@ -112,29 +114,29 @@ async fn look(running: &Running, since: Duration) -> f64 {
     assert!(exposed.is_some_and(|lag| lag > 0.0), "{exposed:?}");
     let cause = running.series("denormd_cause{reason=\"no_primary\"").await;
     assert!(cause.contains(&1.0), "{cause:?}");
-    lag
+    (asked, lag)
 }
 
 /// Checks all instances until the outage has lasted long enough, and then their reports on it.
 async fn watch(all: &[Running], began: Instant) {
     let mut first = vec![None; all.len()];
-    let mut last = vec![0.0; all.len()];
+    let mut last = vec![(Duration::ZERO, 0.0); all.len()];
     while began.elapsed() < length() {
         if began.elapsed() < TOLD {
             tokio::time::sleep(TOLD.saturating_sub(began.elapsed())).await;
         }
         for (nth, running) in all.iter().enumerate() {
-            last[nth] = look(running, began.elapsed()).await;
-            first[nth].get_or_insert((began.elapsed(), last[nth]));
+            last[nth] = look(running, began).await;
+            first[nth].get_or_insert(last[nth]);
         }
         tokio::time::sleep(Duration::from_millis(250)).await;
     }
     // Others may still write, and the checkpoint stays where it is.
     let counts_down = async || time_to_loss(all).await.into_iter().find(|left| left.is_finite());
     crate::support::daemon::until("the time to loss counts down", counts_down).await;
-    for ((running, last), first) in all.iter().zip(last).zip(first) {
+    for ((running, (until, last)), first) in all.iter().zip(last).zip(first) {
         let (at, lag) = first.unwrap();
-        let passed = (began.elapsed().saturating_sub(at)).as_secs_f64();
+        let passed = until.saturating_sub(at).as_secs_f64();
         assert!(last > lag + passed - 3.0, "the lag has not grown: {lag} and then {last}, {passed} s later");
         let events: Vec<Event> = serde_json::from_str(&running.text("/v1/events").await).unwrap();
         assert!(events.iter().any(|event| event.what == "no_primary"), "{events:#?}");
@@ -344,7 +346,7 @@ async fn the_alerts_fire_within_their_time_in_an_outage_of_eight_minutes() {
         for name in firing().await {
             fired.entry(name).or_insert(began.elapsed().as_secs());
         }
-        look(&all[0], began.elapsed()).await;
+        look(&all[0], began).await;
         tokio::time::sleep(Duration::from_secs(2)).await;
     }
     println!("the alerts fired after so many seconds: {fired:?}");

@@ -363,14 +363,16 @@ impl History {
             if blocked.is_empty() {
                 return Vec::new();
             }
-            for rule in blocked {
+            for rule in &blocked {
                 if !agreed.insert(&rule.name) && rule.tree.is_none() && self.is_alone(rule) {
                     return vec![format!("the removal limit blocks {} again, after an agreement", rule.name)];
                 }
                 daemon.ask(&rule.name).await;
             }
-            // The leader reads an agreement within a second.
-            tokio::time::sleep(Duration::from_secs(2)).await;
+            // The leader reads an agreement within a second, on a busy machine within several. It may block the rule again at once.
+            let is_blocked = |rule: &&Rule| daemon.is_blocked(&rule.name, &BlockReason::RemovalLimit);
+            let released = until("it is read", async || (!blocked.iter().any(is_blocked)).then_some(()));
+            tokio::time::timeout(Duration::from_secs(20), released).await.ok();
             daemon.settled().await;
         }
     }

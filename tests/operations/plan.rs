@@ -249,6 +249,18 @@ async fn the_role_is_enough_and_each_privilege_of_it_is_needed() {
     daemon.stop().await;
     assert!(!program.log().contains("Unauthorized"), "{}", program.log());
 
+    // After a change of the rules, the role is there.
+    let update = root.run(&["role", "--update", "--output", "json"]).await.exits(0).json();
+    let update = Bson::try_from(update).unwrap().as_document().unwrap().clone();
+    let admin = guarded.test.client.database("admin");
+    admin.run_command(doc! {"updateRole": "denormd", "privileges": []}).await.unwrap();
+    program.run(&["plan"]).await.exits(4);
+    admin.run_command(update).await.unwrap();
+    program.run(&["plan"]).await.exits(0);
+    let script = root.run(&["role", "--update"]).await.exits(0).out;
+    let begin = "db.getSiblingDB(\"admin\").updateRole(\"denormd\", {\n  privileges: [\n    // ";
+    assert!(script.starts_with(begin) && script.ends_with("  ],\n  roles: []\n})\n"), "{script}");
+
     let mut nth = 0;
     for (at, privilege) in privileges.iter().enumerate() {
         let privilege = privilege.as_document().unwrap();

@@ -3,7 +3,7 @@
 use bson::{Bson, Document, doc};
 
 use crate::{
-    cli::Output,
+    cli::{Output, RoleOptions},
     commands::{Failure, compile, print_as},
 };
 use denormd_rules::{
@@ -12,37 +12,49 @@ use denormd_rules::{
 };
 
 /// Prints the least role that these rules need. Asks no server.
-pub async fn role(loaded: &Loaded, output: Output, name: &str, apply: bool, oplog: bool) -> Result<(), Failure> {
+pub async fn role(loaded: &Loaded, output: Output, options: &RoleOptions) -> Result<(), Failure> {
     let plan = compile(loaded).await?;
     let mut privileges = needed(&plan, &loaded.config.state.database);
-    if !oplog {
+    if options.without_oplog {
         privileges.retain(|privilege| {
             (privilege.resource.database.as_str(), privilege.resource.collection.as_str()) != OPLOG
         });
     }
-    if apply {
+    if options.with_apply {
         privileges.extend(needed_to_apply(&plan));
     }
-    print_as(output, || text(name, &privileges), || Bson::Document(command(name, &privileges)).into_relaxed_extjson());
+    print_as(
+        output,
+        || text(options, &privileges),
+        || Bson::Document(command(options, &privileges)).into_relaxed_extjson(),
+    );
     Ok(())
 }
 
-/// The command, to be run against `admin`: a role there may name several databases.
-#[must_use]
-pub fn command(name: &str, privileges: &[Privilege]) -> Document {
-    let privileges: Vec<Document> = privileges.iter().map(Privilege::document).collect();
-    doc! {"createRole": name, "privileges": privileges, "roles": []}
+fn verb(options: &RoleOptions) -> &'static str {
+    if options.update { "updateRole" } else { "createRole" }
 }
 
-fn text(name: &str, privileges: &[Privilege]) -> String {
+/// The command, to be run against `admin`: a role there may name several databases.
+fn command(options: &RoleOptions, privileges: &[Privilege]) -> Document {
+    let privileges: Vec<Document> = privileges.iter().map(Privilege::document).collect();
+    doc! {verb(options): &options.name, "privileges": privileges, "roles": []}
+}
+
+fn text(options: &RoleOptions, privileges: &[Privilege]) -> String {
     let line = |(nth, privilege): (usize, &Privilege)| {
         let comma = if nth + 1 < privileges.len() { "," } else { "" };
         let purposes: Vec<&str> = privilege.purposes.iter().map(String::as_str).collect();
         format!("    // {}\n    {}{comma}\n", purposes.join(", "), privilege.shell())
     };
     let lines: String = privileges.iter().enumerate().map(line).collect();
+    let (name, verb) = (&options.name, verb(options));
+    let begin = if options.update { format!("{name:?}, {{") } else { format!("{{\n  role: {name:?},") };
+    let user = format!(
+        "db.getSiblingDB(\"admin\").createUser({{ user: {name:?}, pwd: passwordPrompt(), roles: [{name:?}] }})\n"
+    );
     format!(
-        "db.getSiblingDB(\"admin\").createRole({{\n  role: {name:?},\n  privileges: [\n{lines}  ],\n  roles: []\n}})\n\
-         db.getSiblingDB(\"admin\").createUser({{ user: {name:?}, pwd: passwordPrompt(), roles: [{name:?}] }})\n",
+        "db.getSiblingDB(\"admin\").{verb}({begin}\n  privileges: [\n{lines}  ],\n  roles: []\n}})\n{}",
+        if options.update { "" } else { &user }
     )
 }

@@ -12,14 +12,12 @@ use crate::{
         context::Context,
         shape, statement,
         value::{Desired, Rows},
+        write::is_majority_behind,
     },
     request::{Request, Scope, Task},
 };
 use denormd_model::{failpoint, field_path::FieldPath, key::Key, position::ClusterTime};
-use denormd_mongo::{
-    code,
-    error::{Error, Kind, Reaction, Result},
-};
+use denormd_mongo::error::{Error, Kind, Reaction, Result};
 use denormd_rules::plan::reference::Role;
 
 /// Targets written by one statement while the offending document is searched for.
@@ -118,6 +116,7 @@ impl Run<'_> {
         let is_too_slow = |error: &Error| error.kind == Kind::TimedOut && has_waited(item);
         let key = &item.key;
         let mut stack = vec![ids];
+        let mut was_behind = false;
         while let Some(ids) = stack.pop() {
             let scope = Scope::Named(ids.iter().cloned().collect::<HashSet<_>>());
             let statements = statement::of_value(self.rule, key, &scope, desired)?;
@@ -129,12 +128,17 @@ impl Run<'_> {
                     Ok(mut written) => written.refused.pop().map(|(_, error)| error),
                     // Fewer targets take less time, and leave more of it to the majority: the same number as before could run out
                     // of time in each attempt.
-                    Err(error) if error.kind == Kind::TimedOut || error.code == Some(code::OUT_OF_TIME) => Some(error),
+                    Err(error) if error.kind == Kind::TimedOut || is_majority_behind(&error) => Some(error),
                     Err(error) => return Err(error),
                 });
             }
+            let is_behind = error.as_ref().is_some_and(is_majority_behind);
+            let is_still_behind = was_behind && is_behind;
+            was_behind = is_behind;
             match error {
                 None => {}
+                // It was not the targets that took the time.
+                Some(error) if is_still_behind => return Err(error),
                 Some(_) if ids.len() > 1 => {
                     let (front, back) = ids.split_at(ids.len() / 2);
                     stack.extend([front, back]);

@@ -159,7 +159,7 @@ section! {
         "batch_bytes" batch_bytes: usize = 4194304, Form::Count,
             "The most bytes that one batch reads before it writes. A larger batch is split; a single key that needs more is processed alone.";
         "batches" batches: usize = 3, Form::Count,
-            "The most batches in flight at once. Their keys are disjoint. A rule that has none may run one more.";
+            "The maximum number of batches that run at once; no two contain the same key. One more may run for a rule that has no running batch.";
         "pending" pending: usize = 100000, Form::Count,
             "The most reconcile requests in memory. At this number the change streams are paused.";
         "read_timeout_seconds" read_timeout: Duration = 60, Form::Seconds(1),

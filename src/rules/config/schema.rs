@@ -118,7 +118,7 @@ fn form(form: &Form) -> Value {
 pub fn reference() -> String {
     let mut out = String::from(
         "# Config reference\n\n\
-         Written by `denormd schema --reference` from what the program itself knows; a test compares. Keys that must be there are **bold**.\n\n\
+         `denormd schema --reference` writes this page. Required keys are **bold**.\n\n\
          Several files or directories are layered in the order of `--config` (repeated, or separated by commas). A directory stands for its `*.yaml`, `*.yml`, `*.toml` and `*.json` files by name. A setting of a later file replaces that of an earlier one; `rules` are joined. An environment variable replaces both: `DENORMD__LIMITS__PENDING` is `limits.pending`; a list is separated by commas. Rules cannot come from variables. Top-level keys that begin with `x-` are ignored, for YAML anchors.\n\n",
     );
     let deeper = table(&mut out, ROOT);

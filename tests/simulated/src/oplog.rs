@@ -146,26 +146,36 @@ impl Model {
         updates
     }
 
-    /// Majority-committed updates that set nothing but these paths, right after another update of the document that set one of
-    /// them. After a change by somebody else, whatever else the update sets may already be there.
+    /// Majority-committed updates that set nothing but one of these paths, right after another update of the document that set the
+    /// same one. After a change by somebody else, and in another collection that has got this one's name, whatever else the update sets
+    /// may already be there. Each with the document's changes up to it.
     #[must_use]
     pub fn alone(&self, database: &str, paths: &[&str]) -> Vec<String> {
         let state = self.state();
-        let mut last: BTreeMap<(&str, String), bool> = BTreeMap::new();
+        let mut before: BTreeMap<(&str, String), Vec<&Entry>> = BTreeMap::new();
         let mut found = Vec::new();
         for entry in state.oplog[..state.committed_length()].iter().filter(|entry| entry.database == database) {
-            let Some(id) = entry.id() else { continue };
-            let (among, others) = match &entry.change {
-                Change::Update { changes, .. } => {
-                    let among = changes.set.iter().filter(|(path, _)| paths.contains(&path.as_str())).count();
-                    (among, changes.set.len() - among + changes.unset.len() + changes.truncated.len())
+            let Some(id) = entry.id() else {
+                if matches!(entry.change, Change::Drop | Change::DropDatabase | Change::Rename { .. }) {
+                    before.clear();
                 }
-                _ => (0, 1),
+                continue;
             };
-            let before = last.insert((entry.collection.as_str(), id.to_string()), among > 0);
-            if before == Some(true) && among > 0 && others == 0 {
-                found.push(format!("{} {id} at {}.{}", entry.collection, entry.time.time, entry.time.increment));
+            let before = before.entry((entry.collection.as_str(), id.to_string())).or_default();
+            let sets = |entry: &Entry, wanted: &str| match &entry.change {
+                Change::Update { changes, .. } => changes.set.iter().any(|(path, _)| path == wanted),
+                _ => false,
+            };
+            if let Change::Update { changes, .. } = &entry.change
+                && let [(path, _)] = changes.set.as_slice()
+                && paths.contains(&path.as_str())
+                && changes.unset.is_empty()
+                && changes.truncated.is_empty()
+                && before.last().is_some_and(|before| sets(before, path))
+            {
+                found.push(format!("{} {id}: {before:#?}, {entry:#?}", entry.collection));
             }
+            before.push(entry);
         }
         found
     }
