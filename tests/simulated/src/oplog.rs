@@ -224,3 +224,33 @@ impl State {
         self.emit(namespace, Change::Create);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The update that came next to a document of another collection, which got this one's name, once counted.
+    #[test]
+    fn a_time_alone_is_told_from_one_in_a_collection_of_the_same_name() {
+        let times = |between: Option<Change>| {
+            let model = Model::new(1);
+            let update = |path: &str| {
+                let changes = Changes { set: vec![(path.to_owned(), true.into())], ..Changes::default() };
+                Change::Update { id: 1.into(), changes, before: None }
+            };
+            {
+                let mut state = model.state();
+                state.emit("d.c", update("stamp"));
+                if let Some(change) = between {
+                    state.emit("d.c", change);
+                }
+                state.emit("d.c", update("stamp"));
+                state.emit("d.c", update("seen"));
+            }
+            model.alone("d", &["stamp", "seen"]).len()
+        };
+        assert_eq!(times(None), 1);
+        assert_eq!(times(Some(Change::Replace { document: doc! {"_id": 1}, before: None })), 0);
+        assert_eq!(times(Some(Change::Rename { to: ("d".to_owned(), "c".to_owned()) })), 0);
+    }
+}
