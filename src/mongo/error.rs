@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::code;
+
 /// Meaning of an error for the work that it interrupted. The reaction to it follows from [`Kind::policy`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
@@ -148,6 +150,12 @@ impl Error {
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self.reaction(), Reaction::Retry | Reaction::Divide | Reaction::TakeTurns)
+    }
+
+    /// True if a write took effect, and its time limit passed before a majority had it.
+    #[must_use]
+    pub fn is_majority_behind(&self) -> bool {
+        self.kind == Kind::NotReplicated && self.code == Some(code::OUT_OF_TIME)
     }
 
     /// True if the server refused the command or a time limit passed: the figure stays unknown, and repeating the command now

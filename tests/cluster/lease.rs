@@ -31,7 +31,7 @@ use tokio::time::timeout;
 use crate::support::daemon::PATIENCE;
 
 const TTL: Duration = Duration::from_secs(3);
-/// The length of a lease that runs out later than it is given back and taken.
+/// The length of a lease that is given back and taken long before it runs out.
 const LONG: Duration = Duration::from_secs(60);
 
 fn contender(test: &TestDb) -> Lease {
@@ -299,8 +299,7 @@ async fn clock_falls_behind(test: &TestDb, by: Duration) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_former_leader_writes_nothing_on_a_primary_whose_clock_is_behind() {
     let set = ReplicaSet::start(1).await;
-    let test = set.database().await;
-    let test = database(test).await;
+    let test = database(set.database().await).await;
     test.database().collection("t").insert_one(doc! {"_id": 1}).await.unwrap();
     let lease = contender_for(&test, LONG);
     let (held, _) = leads(&lease, PATIENCE).await;
@@ -321,8 +320,7 @@ async fn a_former_leader_writes_nothing_on_a_primary_whose_clock_is_behind() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_leader_goes_on_where_the_clock_is_behind_and_is_followed_when_the_cluster_time_is_past_its_end() {
     let set = ReplicaSet::start(1).await;
-    let test = set.database().await;
-    let test = database(test).await;
+    let test = database(set.database().await).await;
     test.database().collection("t").insert_one(doc! {"_id": 1}).await.unwrap();
     let (first, second) = (contender(&test), contender(&test));
     let (held, _) = leads(&first, PATIENCE).await;

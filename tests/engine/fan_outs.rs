@@ -34,13 +34,17 @@ pub async fn fail(test: &TestDb, mode: impl Into<bson::Bson>, data: Document) {
     test.client.database("admin").run_command(command).await.unwrap();
 }
 
+/// Lets the next write of the daemon to this collection run out of time.
+pub async fn next_write_runs_out_of_time(test: &TestDb, collection: &str) {
+    let namespace = format!("{}.{collection}", test.name);
+    let data = doc! {"failCommands": ["update"], "namespace": namespace, "appName": "denormd", "errorCode": 50};
+    fail(test, doc! {"times": 1}, data).await;
+}
+
 /// Changes host 1 while the next write takes too long, until a fan-out is recorded. Returns the address of host 1 after that.
 async fn begin_fan_out(test: &TestDb, db: &Database) -> i32 {
     for ip in 1..50 {
-        let slow = doc! {
-            "failCommands": ["update"], "namespace": format!("{}.logs", test.name), "appName": "denormd", "errorCode": 50,
-        };
-        fail(test, doc! {"times": 1}, slow).await;
+        next_write_runs_out_of_time(test, "logs").await;
         set_ip(db, ip).await;
         // Otherwise a late event of an earlier change makes the daemon repeat the fan-out.
         let is_recorded = until("the change is applied, or recorded as a fan-out", async || {

@@ -29,7 +29,7 @@ use futures_util::TryStreamExt;
 use mongodb::Database;
 
 use crate::{
-    engine::fan_outs::{fail, slow_writes},
+    engine::fan_outs::{fail, next_write_runs_out_of_time, slow_writes},
     support::{
         daemon::{Daemon, PATIENCE, all, config, until},
         running::Running,
@@ -792,10 +792,7 @@ async fn a_key_with_a_dollar_in_a_name_can_be_a_dead_letter_and_a_fan_out() {
     while oplog.count_documents(opened.clone()).await.unwrap() == 0 {
         ip += 1;
         assert!(ip < 50, "no fan-out is recorded");
-        let slow = doc! {
-            "failCommands": ["update"], "namespace": format!("{}.log", test.name), "appName": "denormd", "errorCode": 50,
-        };
-        fail(&test, doc! {"times": 1}, slow).await;
+        next_write_runs_out_of_time(&test, "log").await;
         hosts.update_one(doc! {}, doc! {"$set": {"ip": ip}}).await.unwrap();
         daemon.settled().await;
     }

@@ -6,7 +6,7 @@ use bson::{Document, doc};
 use denormd_fixture::{ReplicaSet, TestDb};
 use futures_util::{StreamExt, stream};
 
-use crate::support::world::World;
+use crate::{engine::fan_outs::next_write_runs_out_of_time, support::world::World};
 
 const QUIET: Duration = Duration::from_millis(500);
 
@@ -54,12 +54,9 @@ async fn crash(test: TestDb, place: &str, nth: u32) {
             // The write takes too long for one key alone.
             writer.stop().await;
             world.converged().await;
-            let logs = format!("{}.logs", world.test.name);
-            let data = doc! {"failCommands": ["update"], "namespace": logs, "appName": "denormd", "errorCode": 50};
-            let command = doc! {"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": data};
             let hosts = world.db.collection::<Document>("hosts");
             for ip in 0..30 {
-                world.test.client.database("admin").run_command(command.clone()).await.unwrap();
+                next_write_runs_out_of_time(&world.test, "logs").await;
                 hosts.update_one(doc! {"_id": 1}, doc! {"$set": {"ip": -ip}}).upsert(true).await.unwrap();
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 if daemon.is_dead() {

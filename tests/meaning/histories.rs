@@ -357,8 +357,8 @@ impl History {
     /// rule reads.
     async fn agree_to_removals(&self, daemon: &Daemon) -> Vec<String> {
         let mut agreed = BTreeSet::new();
+        let is_blocked = |rule: &&Rule| daemon.is_blocked(&rule.name, &BlockReason::RemovalLimit);
         loop {
-            let is_blocked = |rule: &&Rule| daemon.is_blocked(&rule.name, &BlockReason::RemovalLimit);
             let blocked: Vec<&Rule> = self.oracle.rules().iter().filter(is_blocked).collect();
             if blocked.is_empty() {
                 return Vec::new();
@@ -370,7 +370,6 @@ impl History {
                 daemon.ask(&rule.name).await;
             }
             // The leader reads an agreement within a second, on a busy machine within several. It may block the rule again at once.
-            let is_blocked = |rule: &&Rule| daemon.is_blocked(&rule.name, &BlockReason::RemovalLimit);
             let released = until("it is read", async || (!blocked.iter().any(is_blocked)).then_some(()));
             tokio::time::timeout(Duration::from_secs(20), released).await.ok();
             daemon.settled().await;

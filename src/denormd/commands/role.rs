@@ -31,14 +31,11 @@ pub async fn role(loaded: &Loaded, output: Output, options: &RoleOptions) -> Res
     Ok(())
 }
 
-fn verb(options: &RoleOptions) -> &'static str {
-    if options.update { "updateRole" } else { "createRole" }
-}
-
 /// The command, to be run against `admin`: a role there may name several databases.
 fn command(options: &RoleOptions, privileges: &[Privilege]) -> Document {
     let privileges: Vec<Document> = privileges.iter().map(Privilege::document).collect();
-    doc! {verb(options): &options.name, "privileges": privileges, "roles": []}
+    let verb = if options.update { "updateRole" } else { "createRole" };
+    doc! {verb: &options.name, "privileges": privileges, "roles": []}
 }
 
 fn text(options: &RoleOptions, privileges: &[Privilege]) -> String {
@@ -48,13 +45,12 @@ fn text(options: &RoleOptions, privileges: &[Privilege]) -> String {
         format!("    // {}\n    {}{comma}\n", purposes.join(", "), privilege.shell())
     };
     let lines: String = privileges.iter().enumerate().map(line).collect();
-    let (name, verb) = (&options.name, verb(options));
-    let begin = if options.update { format!("{name:?}, {{") } else { format!("{{\n  role: {name:?},") };
-    let user = format!(
-        "db.getSiblingDB(\"admin\").createUser({{ user: {name:?}, pwd: passwordPrompt(), roles: [{name:?}] }})\n"
-    );
-    format!(
-        "db.getSiblingDB(\"admin\").{verb}({begin}\n  privileges: [\n{lines}  ],\n  roles: []\n}})\n{}",
-        if options.update { "" } else { &user }
-    )
+    let name = &options.name;
+    let (role, user) = if options.update {
+        (format!("updateRole({name:?}, {{"), String::new())
+    } else {
+        let user = format!("{{ user: {name:?}, pwd: passwordPrompt(), roles: [{name:?}] }}");
+        (format!("createRole({{\n  role: {name:?},"), format!("db.getSiblingDB(\"admin\").createUser({user})\n"))
+    };
+    format!("db.getSiblingDB(\"admin\").{role}\n  privileges: [\n{lines}  ],\n  roles: []\n}})\n{user}")
 }

@@ -12,7 +12,6 @@ use crate::{
         context::Context,
         shape, statement,
         value::{Desired, Rows},
-        write::is_majority_behind,
     },
     request::{Request, Scope, Task},
 };
@@ -126,19 +125,17 @@ impl Run<'_> {
                 let sent = self.send(deletes, &raw.collect::<Vec<_>>(), self.context.limits.write_timeout).await;
                 error = error.or(match sent {
                     Ok(mut written) => written.refused.pop().map(|(_, error)| error),
-                    // Fewer targets take less time, and leave more of it to the majority: the same number as before could run out
-                    // of time in each attempt.
-                    Err(error) if error.kind == Kind::TimedOut || is_majority_behind(&error) => Some(error),
+                    // Fewer targets take less time, and leave more of it to the majority. As many as before could leave too little in
+                    // each attempt.
+                    Err(error) if error.kind == Kind::TimedOut || error.is_majority_behind() => Some(error),
                     Err(error) => return Err(error),
                 });
             }
-            let is_behind = error.as_ref().is_some_and(is_majority_behind);
-            let is_still_behind = was_behind && is_behind;
-            was_behind = is_behind;
+            let is_behind = error.as_ref().is_some_and(Error::is_majority_behind);
             match error {
                 None => {}
-                // It was not the targets that took the time.
-                Some(error) if is_still_behind => return Err(error),
+                // Half of the targets took as long: the majority is late, whatever their number.
+                Some(error) if was_behind && is_behind => return Err(error),
                 Some(_) if ids.len() > 1 => {
                     let (front, back) = ids.split_at(ids.len() / 2);
                     stack.extend([front, back]);
@@ -149,6 +146,7 @@ impl Run<'_> {
                     dead_letter => *end = dead_letter,
                 },
             }
+            was_behind = is_behind;
         }
         Ok(())
     }

@@ -21,7 +21,7 @@ use crate::{
 };
 use denormd_model::{clock::millis, failpoint, key::Key, position::ClusterTime};
 use denormd_mongo::{
-    Written, code,
+    Written,
     error::{Error, Kind, Reaction, Result},
 };
 use denormd_rules::plan::reference::Role;
@@ -34,11 +34,6 @@ const RESTARTED: u32 = 3;
 const PARTS: usize = 16;
 /// Sampled documents that tell how large that part is: a quarter is large.
 const SAMPLE: usize = 400;
-
-/// True if the targets were written in time, and no majority had them at its end.
-pub(super) fn is_majority_behind(error: &Error) -> bool {
-    error.kind == Kind::NotReplicated && error.code == Some(code::OUT_OF_TIME)
-}
 
 /// The error of a refused statement, and the items that the statement belongs to.
 type Shared = (Vec<usize>, Error);
@@ -129,9 +124,9 @@ impl Run<'_> {
             let (mut owners, raw): (Vec<_>, Vec<_>) =
                 statements.into_iter().map(|(owners, one)| (owners, one.raw)).unzip();
             let mut sent = self.send(deletes, &raw, timeout).await;
-            // A shorter time was enough for the targets. A majority that is behind gets the whole.
+            // The shortened limit was enough to write the targets, but not for a majority to have them: it gets the whole limit.
             let whole = self.context.limits.write_timeout;
-            if timeout < whole && sent.as_ref().is_err_and(is_majority_behind) {
+            if timeout < whole && sent.as_ref().is_err_and(Error::is_majority_behind) {
                 sent = self.send(deletes, &raw, whole).await;
             }
             match sent {

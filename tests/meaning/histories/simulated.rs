@@ -134,6 +134,7 @@ fn digest(output: &str) -> String {
     printed(output, DIGEST).expect("a digest").to_owned()
 }
 
+/// How the simulation of a cluster ended.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Outcome {
     Passed,
@@ -463,7 +464,7 @@ async fn many(partitions: [u32; 2], default: u64) {
         let cluster = Cluster { first, count: WORLDS.min(seeds.end - first), partitions, reloads: reload::is_on() };
         cluster.outcome()
     });
-    // A cluster that fails does not end a run of hours; many do.
+    // One failed cluster does not end a run of hours.
     let mut failed = 0;
     let outcomes = stream::iter(clusters).buffer_unordered(at_once()).take_while(|outcome| {
         failed += usize::from(*outcome == Outcome::Failed);

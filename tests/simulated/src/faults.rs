@@ -16,7 +16,7 @@ use crate::{
 /// cause them.
 const REFUSALS: [i32; 12] = [6, 24, 50, 89, 112, 134, 202, 246, 262, 365, 9001, 14031];
 /// Errors after the write was applied.
-const UNCONFIRMED: [i32; 4] = [64, 91, 100, 11602];
+const UNCONFIRMED: [i32; 5] = [50, 64, 91, 100, 11602];
 /// Errors that end a cursor.
 const CURSORS: [i32; 3] = [43, 136, 237];
 

@@ -147,8 +147,8 @@ impl Model {
     }
 
     /// Majority-committed updates that set nothing but one of these paths, right after another update of the document that set the
-    /// same one. After a change by somebody else, and in another collection that has got this one's name, whatever else the update sets
-    /// may already be there. Each with the document's changes up to it.
+    /// same one. After a change by somebody else, or where another collection has been renamed to this one's name, whatever else the
+    /// update sets may already be there. Each has the document's changes before it.
     #[must_use]
     pub fn alone(&self, database: &str, paths: &[&str]) -> Vec<String> {
         let state = self.state();
@@ -173,7 +173,7 @@ impl Model {
                 && changes.truncated.is_empty()
                 && before.last().is_some_and(|before| sets(before, path))
             {
-                found.push(format!("{} {id}: {before:#?}, {entry:#?}", entry.collection));
+                found.push(format!("{} {id}: {entry:?} after {before:?}", entry.collection));
             }
             before.push(entry);
         }
@@ -229,7 +229,7 @@ impl State {
 mod tests {
     use super::*;
 
-    /// The update that came next to a document of another collection, which got this one's name, once counted.
+    /// An update of a document in another collection, which had been renamed to this one's name, once counted.
     #[test]
     fn a_time_alone_is_told_from_one_in_a_collection_of_the_same_name() {
         let times = |between: Option<Change>| {
