@@ -48,7 +48,7 @@ async fn instances_share_the_partitions_whoever_comes_and_goes() {
     first.terminate().await;
     let handed = world.shared_by(&[&second, &fourth], 4).await;
     println!("taken {taken:?}, evened {evened:?}, woken {woken:?}, handed {handed:?}");
-    assert!(writer.stop().await > 100);
+    assert!(writer.stop().await > 10);
     world.at_rest(QUIET).await;
     second.terminate().await;
     fourth.terminate().await;
@@ -173,7 +173,7 @@ async fn the_number_of_partitions_changes_while_changes_go_on() {
     // A completed rule stays complete: only the first start has backfilled.
     let rules: Vec<Document> = states.collection("rules").find(doc! {}).await.unwrap().try_collect().await.unwrap();
     assert!(rules.iter().all(|rule| rule.get_i64("generation").unwrap() == 1), "{rules:#?}");
-    assert!(writer.stop().await > 100);
+    assert!(writer.stop().await > 10);
     world.at_rest(QUIET).await;
     // Back to one partition, as before.
     let last = world.daemon();
@@ -409,7 +409,10 @@ async fn finds_it_paused(has_left: bool) {
     }
 
     world.db.collection::<Document>("hosts").update_many(doc! {}, doc! {"$inc": {"ip": 1000}}).await.unwrap();
+    // A start that was interrupted just after it had registered the rule once left it running.
+    world.daemon_that_dies("rule-registered", 1).has_died("rule-registered").await;
     let daemon = world.daemon();
+    world.shared_by(&[&daemon], 2).await;
     until("it is registered again, and paused for the same time", async || {
         let all: Vec<Document> = rules.find(doc! {"_id.rule": "address"}).await.ok()?.try_collect().await.ok()?;
         let ends: Vec<_> = all.iter().map(|rule| rule.get_datetime("until").ok()).collect();

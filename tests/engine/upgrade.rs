@@ -66,6 +66,22 @@ async fn state_from_before_versions_is_taken_over_where_it_is() {
     assert_eq!(all(&state, COLLECTION).await[0].get_i32("version").unwrap(), UNDIVIDED);
 }
 
+/// The backfill was repeated at each start, and never ended.
+#[tokio::test]
+async fn a_backfill_from_before_generations_ends() {
+    let test = denormd_fixture::database().await;
+    state_of_a_run(&test).await;
+    let rules = test.beside("state").collection::<Document>(RULES);
+    let begun = doc! {"$set": {"backfill": "pending"}, "$unset": {"generation": ""}};
+    assert_eq!(rules.update_many(doc! {}, begun).await.unwrap().modified_count, 1);
+    test.database().collection::<Document>("log").update_many(doc! {}, doc! {"$unset": {"ip": ""}}).await.unwrap();
+    let daemon = Daemon::start(&test, RULE).await;
+    daemon.settled().await;
+    daemon.stop().await;
+    let record = rules.find_one(doc! {}).await.unwrap().unwrap();
+    assert_eq!(record.get_str("backfill").unwrap(), "done", "{record}");
+}
+
 #[tokio::test]
 async fn state_of_a_newer_program_is_refused_before_anything_is_written() {
     let test = denormd_fixture::database().await;

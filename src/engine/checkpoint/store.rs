@@ -625,7 +625,7 @@ impl Store {
         (state, passed): (&RuleState, Option<&Bson>),
         progress: (u64, Option<u64>),
     ) -> Result<bool> {
-        let same = doc! {"generation": generation};
+        let same = doc! {"generation": same_generation(generation)};
         // Until the backfill ends, the targets that it has not reached hold the values that `denormd undo` put back.
         let ended = if *state == RuleState::Live {
             doc! {"$unset": {"degraded": ""}, "$pull": written_again(rule)}

@@ -149,17 +149,20 @@ async fn register(
     if let Some(record) = before.filter(changed) {
         store.retire(&context.server, &rule.name, &record.definition).await?;
     }
+    let others = others.filter(|_| before.is_none_or(|record| record.state == RuleState::Removed));
+    // Recorded with the rule: a start after an interruption finds the rule registered, and does not look again.
+    let paused = paused_elsewhere(context, others, rule).await?;
     let next = |seen: Option<&RuleRecord>| {
-        let state = first_state(rule, seen, block.as_ref());
+        let first = first_state(rule, seen, block.as_ref());
+        let state = paused.clone().filter(|_| !first.is_stopped()).unwrap_or(first);
         // `adopt: true` agrees to what the first backfill removes, as `denormd unblock` would.
         let agreement = if rule.adopt && state.block().is_none() { Agreement::Given } else { Agreement::Ended };
         (state, agreement)
     };
     let mut registered =
         store.register_rule(&context.server, rule, next, keeping.as_ref(), rule.adopt && block.is_none()).await?;
-    if before.is_none_or(|record| record.state == RuleState::Removed)
-        && !registered.0.is_stopped()
-        && let Some(others) = others
+    failpoint::here("rule-registered");
+    if !registered.0.is_stopped()
         && let Some(paused) = paused_elsewhere(context, others, rule).await?
     {
         registered = store.reset_rule(&context.server, rule, &paused, Agreement::Kept).await?;
@@ -210,9 +213,10 @@ async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleR
     Ok(())
 }
 
-/// The pause of a rule in another partition: `denormd pause` reaches only those that have registered the rule. Read after
-/// this partition has done so, because the command looks once more after it has recorded the pause.
-async fn paused_elsewhere(context: &Context, others: &Store, rule: &Rule) -> Result<Option<RuleState>> {
+/// The pause of a rule in another partition: `denormd pause` reaches only those that have registered the rule. It is read again
+/// after this partition has registered the rule, because the command looks again after it has recorded the pause.
+async fn paused_elsewhere(context: &Context, others: Option<&Store>, rule: &Rule) -> Result<Option<RuleState>> {
+    let Some(others) = others else { return Ok(None) };
     let records = others.of_each_partition(&context.server, &rule.name).await?;
     let states = records.into_iter().map(|(_, record)| record.state);
     Ok(states.into_iter().find(|state| matches!(state, RuleState::Paused { .. })))
