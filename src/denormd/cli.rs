@@ -11,6 +11,9 @@ use denormd_rules::config;
 
 pub use operator::{CheckOptions, DeadLetters, Letters, PlanOptions};
 
+/// The config file that is read if none is named.
+pub const CONFIG: &str = "denormd.yaml";
+
 /// Keeps the fields you copy between MongoDB collections equal to their source.
 #[derive(Debug, Parser)]
 #[command(
@@ -26,7 +29,7 @@ or the state of a rule (blocked, paused, unavailable, not run yet) does not allo
 )]
 pub struct Cli {
     /// Config files and directories, layered in order.
-    #[arg(long, short, global = true, env = "DENORMD_CONFIG", value_delimiter = ',', default_value = "denormd.yaml")]
+    #[arg(long, short, global = true, env = "DENORMD_CONFIG", value_delimiter = ',', default_value = CONFIG)]
     pub config: Vec<PathBuf>,
     /// Format of the results.
     #[arg(long, global = true, value_enum, default_value_t = Output::Text)]
@@ -513,7 +516,7 @@ dangling (on_missing should have removed it). Values are shown only with --show-
 With --output json: a line for each target that differs, then one for each rule.
 
 Exit status: 0 nothing differs (or all is repaired), 1 failed, or some documents could not be compared, 2 usage or config error,
-3 differences are left.")]
+3 differences are left, 4 the leader has another definition of a rule, or the rules cannot run.")]
     Check(CheckOptions),
     /// Shows for one target the expected value of each owned path, the source documents it comes from, and the stored
     /// value.

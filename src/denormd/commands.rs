@@ -32,7 +32,7 @@ use std::{io::Write, path::PathBuf, sync::Arc};
 use bson::{Bson, oid::ObjectId};
 
 use crate::{
-    cli::{Cli, Command, DaemonAddress, Output},
+    cli::{self, Cli, Command, DaemonAddress, Output},
     commands::run::signals::Signals,
     server::client::{Daemon, Trust},
 };
@@ -117,7 +117,9 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
         }
         Command::Run { wait_for_cluster: true } => run::run_patiently(&cli.config, &environment).await,
         Command::Run { wait_for_cluster: false } => {
-            run::run(&cli.config, loaded()?, false, Signals::listen(&cli.config)?).await
+            // First, so that a change of the files while they are loaded causes a reload.
+            let signals = Signals::listen(&cli.config)?;
+            run::run(&cli.config, loaded()?, false, signals).await
         }
         Command::Plan(options) => plan::plan(&loaded()?, output, options).await,
         Command::Config => {
@@ -142,15 +144,18 @@ pub async fn dispatch(cli: &Cli) -> Result<(), Failure> {
 /// Adds where the path of a missing config comes from, if no option gives it.
 fn from_environment(paths: &[PathBuf], error: ConfigError) -> ConfigError {
     let named = std::env::var("DENORMD_CONFIG").unwrap_or_default();
+    let is_named = named.split(',').map(PathBuf::from).eq(paths.iter().cloned());
     match error {
-        ConfigError::Read { path, error, .. }
-            if error.kind() == std::io::ErrorKind::NotFound
-                && named.split(',').map(PathBuf::from).eq(paths.iter().cloned()) =>
-        {
+        ConfigError::Read { path, error, .. } if is_named && error.kind() == std::io::ErrorKind::NotFound => {
             ConfigError::Read { path, error, hint: "the path comes from DENORMD_CONFIG; --config names another" }
         }
         other => other,
     }
+}
+
+/// True if a file of the config does not exist.
+fn is_missing(error: &ConfigError) -> bool {
+    matches!(error, ConfigError::Read { error, .. } if error.kind() == std::io::ErrorKind::NotFound)
 }
 
 #[cfg(feature = "top")]
@@ -169,15 +174,20 @@ fn top(_: Output, _: Daemon) -> std::future::Ready<Result<(), Failure>> {
 fn daemon(cli: &Cli, environment: &[(String, String)], asked: &DaemonAddress) -> Result<Daemon, Failure> {
     let loaded = config::load(&cli.config, environment);
     let (token, certificate) = match &loaded {
-        Ok(loaded) => (loaded.config.http.token.clone(), loaded.config.http.certificate.clone()),
+        Ok(loaded) => {
+            let http = &loaded.config.http;
+            // Commands only read over HTTP. Where reads need no token, sending it would only expose it.
+            (http.token.clone().filter(|_| http.token_for_reads), http.certificate.clone())
+        }
         Err(_) => (health::token(environment), health::certificate(environment)),
     };
     let mut address = match &asked.address {
         Some(address) => address.clone(),
         None => {
             let address = health::address(loaded.as_ref().ok(), environment)?.into();
+            // The default path may be absent: nobody has named it.
             if let Err(error) = &loaded
-                && cli.config.iter().any(|path| path.exists())
+                && !(is_missing(error) && cli.config == [PathBuf::from(cli::CONFIG)])
             {
                 notice(&format!("{error}\nthe config cannot be used; the daemon is asked at {address}"));
             }
@@ -214,17 +224,22 @@ pub fn notice(text: &str) {
     writeln!(std::io::stderr(), "{text}").ok();
 }
 
-/// The reason why a rule's targets may not be up to date, by its state.
+/// The reason why a rule's targets may not be as this config defines them, by its record.
 #[must_use]
-pub fn state_note(record: Option<&RuleRecord>) -> Option<String> {
-    match record.map(|record| &record.state) {
-        None | Some(RuleState::Removed) => Some("it has never run".to_owned()),
-        Some(RuleState::Backfilling { .. }) => Some("its backfill is not done".to_owned()),
-        Some(RuleState::AwaitingBackfill) => Some("it waits for `denormd backfill`".to_owned()),
-        Some(RuleState::Paused { .. }) => Some("it is paused".to_owned()),
-        Some(RuleState::Unavailable { reason }) => Some(format!("it is unavailable: {reason}")),
-        Some(RuleState::Blocked(reason)) => Some(format!("it is blocked: {reason}")),
-        Some(RuleState::Live) => None,
+pub fn state_note(rule: &Rule, record: Option<&RuleRecord>) -> Option<String> {
+    let Some(record) = record else { return Some("it has never run".to_owned()) };
+    match &record.state {
+        // A definition that was blocked when the rule left the config is not kept.
+        _ if record.state == RuleState::Removed || record.definition.is_empty() => {
+            Some("it was not in the config of the last leader".to_owned())
+        }
+        _ if !record.runs(rule) => Some("the last leader had another definition of it".to_owned()),
+        RuleState::Backfilling { .. } => Some("its backfill is not done".to_owned()),
+        RuleState::AwaitingBackfill => Some("it waits for `denormd backfill`".to_owned()),
+        RuleState::Paused { .. } => Some("it is paused".to_owned()),
+        RuleState::Unavailable { reason } => Some(format!("it is unavailable: {reason}")),
+        RuleState::Blocked(reason) => Some(format!("it is blocked: {reason}")),
+        RuleState::Removed | RuleState::Live => None,
     }
 }
 
@@ -297,4 +312,28 @@ pub async fn context(loaded: &Loaded, plan: Plan, metrics: Arc<Metrics>) -> Resu
     let context =
         Context::new(server, plan, config.limits.clone(), dead_letters, metrics).with_undo(config.undo.clone());
     Ok(Arc::new(context))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    /// It was sent in clear text to whatever answers at `--address`. Whoever has it can unblock rules by a `POST`.
+    #[test]
+    fn a_command_that_only_reads_does_not_send_a_token_that_it_does_not_need() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("denormd.yaml");
+        let sent = |http: &str| {
+            let text = format!("mongodb: {{ uri: \"mongodb://localhost\" }}\nrules: []\nhttp: {{ {http} }}\n");
+            std::fs::write(&file, text).unwrap();
+            let arguments = ["denormd", "top", "--address", "10.0.0.7:9464", "--config", file.to_str().unwrap()];
+            let cli = Cli::parse_from(arguments);
+            let Command::Top { asked } = &cli.command else { panic!("{cli:?}") };
+            daemon(&cli, &[], asked).unwrap().token.is_some()
+        };
+        assert!(!sent("token: sixteen-characters"));
+        assert!(sent("token: sixteen-characters, require_token: everything"));
+    }
 }

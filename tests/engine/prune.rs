@@ -227,6 +227,24 @@ async fn a_command_that_fails_leaves_no_request() {
     assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before));
 }
 
+/// The request was recorded, but not that the command waits for it: it stayed, and any leader within the next quarter of an hour
+/// carried it out.
+#[tokio::test]
+async fn a_request_that_is_only_half_recorded_is_withdrawn() {
+    const ATLAS_ERROR: i32 = 8000;
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    logs(&test).await;
+    have_run(&test, LABEL).await;
+    let before = labels(&test).await;
+    let namespace = format!("{}.requests", test.beside("state").name());
+    let heard = doc! {"failCommands": ["update"], "namespace": namespace, "errorCode": ATLAS_ERROR};
+    fail(&test, doc! {"times": 1}, heard).await;
+    let told = Program::new(&config(&test, OTHER)).run(&["prune", "label"]).await.exits(1).err;
+    assert!(told.contains("8000"), "{told}");
+    assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before));
+}
+
 /// A validator refuses each write. Of other errors that no retry overcomes, the command did not hear: the leader tried again for as
 /// long as it waited, and carried out no other request.
 #[tokio::test]

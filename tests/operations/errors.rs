@@ -120,6 +120,20 @@ async fn a_daemon_is_asked_without_a_config_and_beside_a_broken_one() {
         let output = without(arguments);
         assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", told(&output));
     }
+    // A name that somebody gave may be misspelt, and then another daemon answers.
+    let none = folder.path().join("none.yaml");
+    let output = denormd(&none).arg("health").env("DENORMD__HTTP__LISTEN", &address).output().unwrap();
+    let notice = told(&output);
+    assert_eq!(output.status.code(), Some(0), "{notice}");
+    assert!(notice.contains("none.yaml") && notice.contains(&format!("the daemon is asked at {address}")), "{notice}");
+    let mut unnamed = std::process::Command::new(env!("CARGO_BIN_EXE_denormd"));
+    unnamed
+        .arg("health")
+        .current_dir(folder.path())
+        .env("DENORMD__HTTP__LISTEN", &address)
+        .env_remove("DENORMD_CONFIG");
+    let output = unnamed.output().unwrap();
+    assert_eq!((output.status.code(), told(&output).as_str()), (Some(0), "ready\n"));
     // The port is in the config that is broken now: the environment provides it.
     std::fs::write(running.file(), "rules: [").unwrap();
     let output = denormd(&running.file()).arg("status").env("DENORMD__HTTP__LISTEN", &address).output().unwrap();
@@ -213,6 +227,15 @@ async fn every_command_tells_by_its_exit_status_what_is_to_blame() {
         }
     }
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), table.len(), wrong.join("\n"));
+    // `check` once reported all copies as different, and the leader wrote them again as they were.
+    let other = rule("live", "c").replace("{ ip: $ip }", "{ address: $ip }");
+    std::fs::write(&more, text.replace(&rule("live", "c"), &other)).unwrap();
+    for arguments in [["check", "--rule", "live"].as_slice(), &["check", "--rule", "live", "--repair"]] {
+        let output = denormd(&more).args(arguments).output().unwrap();
+        let told = told(&output);
+        assert_eq!(output.status.code(), Some(4), "{told}");
+        assert!(told.contains("the leader does not run rule `live` as this config defines it"), "{told}");
+    }
     let (_, _, error) = running.command(&["check", "--rule", "pausd"]);
     assert!(error.contains("the config has no rule `pausd`") && error.contains("did you mean `paused`?"), "{error}");
     assert_eq!(running.command(&["unblock", "blocked"]).0, Some(0));

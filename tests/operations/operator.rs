@@ -12,7 +12,7 @@ use crate::{
     support::{
         daemon::{Daemon, PATIENCE, config, until},
         process::{Daemon as Process, Program},
-        running::{Running, causes},
+        running::{Running, causes, denormd},
     },
 };
 use denormd::status::Status;
@@ -177,6 +177,18 @@ async fn a_retry_of_all_passes_over_stopped_rules() {
     let running = Running::start(&test, &format!("{SHARE}\n{other}"), "").await;
     db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"b": 0}}).await.unwrap();
     running.until("both rules have a dead letter", |status| status.dead_letters == 2).await;
+    // Dead letters of rules that the config lacks were skipped silently.
+    let folder = tempfile::tempdir().unwrap();
+    let less = folder.path().join("less.yaml");
+    std::fs::write(&less, std::fs::read_to_string(running.file()).unwrap().replace(&other, "")).unwrap();
+    let output = denormd(&less).args(["dead-letters", "retry", "--all"]).output().unwrap();
+    let (told, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.code() == Some(4) && told.ends_with("\n1 dead letter tried, 1 left\n"), "{told}{error}");
+    assert!(error.contains("this config does not have these rules: other"), "{error}");
+    let retry = ["dead-letters", "retry", "--all", "--output", "json"];
+    let output = denormd(&less).args(retry).output().unwrap();
+    let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&told["tried"], &told["absent_rules"]), (&json!(1), &json!(["other"])));
     let (code, told, error) = running.command(&["pause", "share"]);
     assert_eq!(code, Some(0), "{told}{error}");
     let (code, told, error) = running.command(&["dead-letters", "retry", "--all"]);

@@ -63,8 +63,8 @@ pub enum DeadLetters {
   denormd dead-letters retry --key 17
   denormd dead-letters retry --key 65f0c0ffee65f0c0ffee65f0        an ObjectId
 
-Exit status: 0 all are gone, 1 some failed again, 2 usage or config error, 4 a rule is blocked, paused or unavailable, or has not
-run.")]
+Exit status: 0 all are gone, 1 some failed again, 2 usage or config error, 4 a rule is blocked, paused or unavailable, has not
+run or, with --all or --key, is not in this config.")]
     Retry {
         /// The dead letters to retry.
         #[command(flatten)]

@@ -334,7 +334,8 @@ async fn is_led_elsewhere(context: &Context, store: &Store, partitions: &[String
     Ok(partitions.iter().filter_map(|id| holders.get(id)).any(|holder| holder.id != own.id))
 }
 
-fn led_otherwise(rule: &str) -> Error {
+/// The error for a rule that the leader runs by another definition, or does not run.
+pub(super) fn led_otherwise(rule: &str) -> Error {
     Error::new(Kind::State, format!("the leader does not run rule `{rule}` as this config defines it"))
         .hint("the leader may run with another config: `denormd status` shows whether it has refused a changed one")
 }

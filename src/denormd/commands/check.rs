@@ -7,12 +7,13 @@ use bson::Bson;
 use crate::{
     cli::{CheckOptions, Output},
     commands::{
-        Failure, chosen, connected, leader::with_a_leader, notice, print, progress::Progress, state_note,
-        terminal::fitted,
+        Failure, backfill::led_otherwise, chosen, connected, leader::with_a_leader, notice, print, progress::Progress,
+        state_note, terminal::fitted,
     },
 };
 use denormd_engine::{
     checkpoint::{progress::Tally, requests::RequestedWork, rule_record::RuleRecord, store::Store},
+    deployment::lease,
     jobs::check::{Check, DifferenceKind, Differing, DifferingTarget, Scope},
     reconcile::{Context, scan},
 };
@@ -27,10 +28,18 @@ const REQUEST: usize = 1000;
 pub async fn check(loaded: &Loaded, output: Output, options: &CheckOptions) -> std::result::Result<(), Failure> {
     let (context, store) = connected(loaded).await?;
     let states: BTreeMap<String, RuleRecord> = store.rules(&context.server).await?.into_iter().collect();
+    let rules = chosen(&context.plan, &options.rule)?;
+    let is_run = |rule: &Rule| states.get(&rule.name).is_some_and(|record| record.runs(rule));
+    // The copies follow the leader's definition: all would differ, and the leader would repair them by its own.
+    if let Some(other) = rules.iter().find(|rule| !is_run(rule))
+        && lease::is_held(&context.server, store.database(), store.ids()).await?
+    {
+        return Err(led_otherwise(&other.name).into());
+    }
     let mut left = Left::default();
-    for rule in chosen(&context.plan, &options.rule)? {
+    for rule in rules {
         let one = RuleCheck { loaded, context: &context, store: &store, rule, output, options };
-        if let Some(note) = state_note(states.get(&rule.name)) {
+        if let Some(note) = state_note(rule, states.get(&rule.name)) {
             notice(&format!("{}: {note}", rule.name));
         }
         let Left { differing, refused, undecided } = one.run().await?;

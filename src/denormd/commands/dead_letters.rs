@@ -118,7 +118,6 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
     let store = Store::open(server, &dead_letters.database, &dead_letters.deployment).await?;
     let (mut before, mut left, mut untried) = (0, Vec::new(), Vec::new());
     let is_only_rule = chosen.rule.is_some();
-    // Dead letters of removed rules are skipped: nothing can retry them.
     for rule in super::chosen(&context.plan, chosen.rule.as_slice())? {
         let chosen = Chosen { rule: Some(rule.name.clone()), key: chosen.key.clone() };
         let count = dead_letters.count(server, &chosen).await?;
@@ -150,10 +149,17 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
         before += count;
         left.extend(dead_letters.find(server, &chosen, 0).await?);
     }
+    let absent = if is_only_rule { Vec::new() } else { absent_rules(context, chosen).await? };
+    for rule in &absent {
+        notice(&format!("this config has no rule `{rule}`"));
+    }
     match output {
         Output::Json => {
             let left: Vec<serde_json::Value> = left.iter().map(entry_json).collect();
-            print_json(&serde_json::json!({"tried": before, "left": left, "stopped_rules": untried}));
+            let told = serde_json::json!({
+                "tried": before, "left": left, "stopped_rules": untried, "absent_rules": absent,
+            });
+            print_json(&told);
         }
         Output::Text => {
             for dead_letter in &left {
@@ -166,12 +172,31 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
         let error =
             Error::new(Kind::State, format!("not tried, because these rules are stopped: {}", untried.join(", ")));
         Err(error.hint("`denormd status` says why, and what lets them run again").into())
+    } else if !absent.is_empty() {
+        let message = format!("not tried, because this config does not have these rules: {}", absent.join(", "));
+        let hint = "use the config of the daemon; if the rules are to go, start `denormd run` with this config first";
+        Err(Error::new(Kind::State, message).hint(hint).into())
     } else if left.is_empty() {
         Ok(())
     } else {
         let error = Error::new(Kind::Refused, "some could not be written");
         Err(error.hint("their reasons are above; correct the documents or the rule, then retry").into())
     }
+}
+
+/// The rules of these dead letters that this config does not have.
+async fn absent_rules(context: &Context, chosen: &Chosen) -> Result<Vec<String>, Error> {
+    let (dead_letters, server) = (&context.dead_letters, &context.server);
+    let mut absent = Vec::new();
+    for rule in dead_letters.rules(server, ClusterTime::default()).await? {
+        if context.plan.named(&rule).is_none() {
+            let chosen = Chosen { rule: Some(rule.clone()), key: chosen.key.clone() };
+            if dead_letters.count(server, &chosen).await? > 0 {
+                absent.push(rule);
+            }
+        }
+    }
+    Ok(absent)
 }
 
 async fn drop(context: &Context, output: Output, chosen: &Chosen) -> Result<(), Failure> {

@@ -106,7 +106,7 @@ async fn look<'a>(context: &Context, rule: &'a Rule, id: &str, state: Option<Rul
     if !takes_part {
         notes.push("it does not take part: `target.where` leaves it out, and it keeps what it has".to_owned());
     }
-    notes.extend(state_note(state.as_ref()).map(|note| format!("the rule: {note}")));
+    notes.extend(state_note(rule, state.as_ref()).map(|note| format!("the rule: {note}")));
     let key = Key::one(id.clone());
     let about = [(key.clone(), compared.references.as_slice())];
     let dead_letters = context.dead_letters.concerning(&context.server, rule, &about).await?;

@@ -48,20 +48,10 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// deliver signals without a handler to the first process of a container.
 pub async fn run_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> Result<(), Failure> {
     let mut signals = Signals::listen(paths)?;
-    let loaded = tokio::select! {
-        loaded = load_patiently(paths, environment) => loaded,
-        () = signals.stop() => return Ok(()),
-    };
-    signals.loaded();
-    run(paths, loaded, true, signals).await
-}
-
-/// Loads the config, retrying while it is invalid.
-async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> Loaded {
     let mut said = String::new();
-    loop {
+    let loaded = loop {
         match config::load(paths, environment) {
-            Ok(loaded) => return loaded,
+            Ok(loaded) => break loaded,
             Err(error) => {
                 let text = error.to_string();
                 if text != said {
@@ -70,8 +60,14 @@ async fn load_patiently(paths: &[PathBuf], environment: &[(String, String)]) -> 
                 }
             }
         }
-        tokio::time::sleep(POLL_INTERVAL).await;
-    }
+        tokio::select! {
+            () = tokio::time::sleep(POLL_INTERVAL) => {}
+            () = signals.stop() => return Ok(()),
+        }
+        // A change from now on causes a reload.
+        signals.loaded();
+    };
+    run(paths, loaded, true, signals).await
 }
 
 /// Runs the daemon until SIGTERM or SIGINT. SIGHUP, or a change of a config file, replaces the rules. With `wait`, it

@@ -61,7 +61,7 @@ pub async fn get(daemon: impl Into<Daemon>, path: &str, patience: Duration) -> R
     if answer.code == StatusCode::UNAUTHORIZED.as_u16() {
         let message = format!("denormd at {address} demands a token");
         return Err(Error::new(Kind::Config, message)
-            .hint("pass the daemon's config with --config, or set DENORMD__HTTP__TOKEN_FILE"));
+            .hint("pass that daemon's config with --config; without a config, set DENORMD__HTTP__TOKEN_FILE"));
     }
     if answer.code == StatusCode::MISDIRECTED_REQUEST.as_u16() {
         let why = String::from_utf8_lossy(&answer.body).trim().to_owned();

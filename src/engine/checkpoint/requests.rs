@@ -132,7 +132,7 @@ fn is_abandoned() -> Document {
 }
 
 impl Store {
-    /// Records a request for the current or next leader of every partition.
+    /// Records a request for the current or next leader of every partition. If that fails, the request is withdrawn.
     pub async fn request(&self, server: &Server, rule: &str, work: &RequestedWork) -> Result<ObjectId> {
         let asked = ObjectId::new();
         let requests = self
@@ -140,8 +140,15 @@ impl Store {
             .iter()
             .map(|id| bson::serialize_to_document(&Stored::of(asked, id, rule, work)).map_err(Error::from));
         let requests = requests.collect::<Result<Vec<_>>>()?;
-        server.collection(self.database(), REQUESTS).insert_many(requests).await?;
-        self.still_waits(server, asked).await?;
+        let recorded = async {
+            server.collection(self.database(), REQUESTS).insert_many(requests).await?;
+            self.still_waits(server, asked).await
+        };
+        if let Err(error) = recorded.await {
+            // The request may be recorded although its answer was lost.
+            self.withdraw(server, asked).await.ok();
+            return Err(error);
+        }
         Ok(asked)
     }
 
