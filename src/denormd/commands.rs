@@ -153,11 +153,6 @@ fn from_environment(paths: &[PathBuf], error: ConfigError) -> ConfigError {
     }
 }
 
-/// True if a file of the config does not exist.
-fn is_missing(error: &ConfigError) -> bool {
-    matches!(error, ConfigError::Read { error, .. } if error.kind() == std::io::ErrorKind::NotFound)
-}
-
 #[cfg(feature = "top")]
 use top::top;
 
@@ -187,7 +182,7 @@ fn daemon(cli: &Cli, environment: &[(String, String)], asked: &DaemonAddress) ->
             let address = health::address(loaded.as_ref().ok(), environment)?.into();
             // The default path may be absent: nobody has named it.
             if let Err(error) = &loaded
-                && !(is_missing(error) && cli.config == [PathBuf::from(cli::CONFIG)])
+                && (cli.config != [PathBuf::from(cli::CONFIG)] || cli.config[0].exists())
             {
                 notice(&format!("{error}\nthe config cannot be used; the daemon is asked at {address}"));
             }

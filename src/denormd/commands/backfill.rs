@@ -336,6 +336,7 @@ async fn is_led_elsewhere(context: &Context, store: &Store, partitions: &[String
 
 /// The error for a rule that the leader runs by another definition, or does not run.
 pub(super) fn led_otherwise(rule: &str) -> Error {
-    Error::new(Kind::State, format!("the leader does not run rule `{rule}` as this config defines it"))
-        .hint("the leader may run with another config: `denormd status` shows whether it has refused a changed one")
+    Error::new(Kind::State, format!("the leader does not run rule `{rule}` as this config defines it")).hint(
+        "the leader has another config, or has not read this one yet: `denormd status` shows whether it has refused it",
+    )
 }

@@ -10,7 +10,7 @@ use crate::{
         Failure,
         backfill::{state, stopped},
         compile, context,
-        leader::with_a_leader,
+        leader::{LACKING, with_a_leader},
         meanings, notice, print, print_as, print_json,
         terminal::fitted,
         unknown_rule,
@@ -150,9 +150,6 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
         left.extend(dead_letters.find(server, &chosen, 0).await?);
     }
     let absent = if is_only_rule { Vec::new() } else { absent_rules(context, chosen).await? };
-    for rule in &absent {
-        notice(&format!("this config has no rule `{rule}`"));
-    }
     match output {
         Output::Json => {
             let left: Vec<serde_json::Value> = left.iter().map(entry_json).collect();
@@ -168,14 +165,16 @@ async fn retry(loaded: &Loaded, context: &Arc<Context>, output: Output, chosen: 
             print(&format!("{} tried, {} left\n", counted(before, "dead letter"), left.len()));
         }
     }
-    if !untried.is_empty() {
-        let error =
-            Error::new(Kind::State, format!("not tried, because these rules are stopped: {}", untried.join(", ")));
-        Err(error.hint("`denormd status` says why, and what lets them run again").into())
-    } else if !absent.is_empty() {
-        let message = format!("not tried, because this config does not have these rules: {}", absent.join(", "));
-        let hint = "use the config of the daemon; if the rules are to go, start `denormd run` with this config first";
-        Err(Error::new(Kind::State, message).hint(hint).into())
+    let skipped = [
+        (untried, "these rules are stopped", "`denormd status` says why, and what lets them run again"),
+        (absent, "this config does not have these rules", LACKING),
+    ];
+    let skipped = skipped.into_iter().filter(|(rules, ..)| !rules.is_empty());
+    let (why, hints): (Vec<String>, Vec<&str>) =
+        skipped.map(|(rules, why, hint)| (format!("{why}: {}", rules.join(", ")), hint)).unzip();
+    if !why.is_empty() {
+        let message = format!("not tried, because {}", why.join("; "));
+        Err(Error::new(Kind::State, message).hint(hints.join("; ")).into())
     } else if left.is_empty() {
         Ok(())
     } else {

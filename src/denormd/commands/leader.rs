@@ -21,6 +21,10 @@ const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Time limit for a partition without a leader, beyond three lease times: a running daemon that can lead it takes over earlier.
 const UNLED: Duration = Duration::from_secs(10);
 
+/// The hint for a config that lacks rules of the deployment.
+pub(super) const LACKING: &str =
+    "use the config of the daemon; if the rules are to go, start `denormd run` with this config first";
+
 /// Has the leader do `work` for a rule, and waits until it is done. Nothing is requested if no daemon leads and the rules
 /// cannot run here, and a request that fails is withdrawn: no later leader carries it out. `gone` are rules that the
 /// command is about, which need not be in this config.
@@ -61,8 +65,7 @@ pub async fn ready(loaded: &Loaded, context: &Arc<Context>, gone: &[&str]) -> Re
             config.name,
             lacking.join(", ")
         );
-        let hint = "use the config of the daemon; if the rules are to go, start `denormd run` with this config first";
-        return Err(Error::new(Kind::State, message).hint(hint).into());
+        return Err(Error::new(Kind::State, message).hint(LACKING).into());
     }
     let findings = preflight::all(&context.server, &context.plan, &config.state.database).await?;
     if findings.is_empty() { Ok(()) } else { Err(Failure::Refused(refusal(&findings))) }
