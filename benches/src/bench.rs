@@ -100,17 +100,26 @@ impl Bench {
 
     /// The same with another program than the one beside this one.
     pub async fn daemon_of(&self, program: Option<PathBuf>, rules: &str, count: usize) -> Running {
-        let mut running = self.prepared(program, rules);
-        running.start();
+        self.up_to_date(self.prepared(program, rules), count).await
+    }
+
+    /// The same with these further lines of config.
+    pub async fn daemon_with(&self, config: &str, rules: &str, count: usize) -> Running {
+        self.up_to_date(self.instance(None, config, rules, (0, 1)), count).await
+    }
+
+    async fn up_to_date(&self, mut daemon: Running, count: usize) -> Running {
+        daemon.start();
         self.backfilled(count).await;
-        running.caught_up().await;
+        daemon.caught_up().await;
         self.first_backfills_recorded().await;
-        running
+        daemon
     }
 
     /// Starts this number of instances with as many partitions, and waits until each leads one and has caught up.
     pub async fn instances(&self, number: u32, rules: &str, count: usize) -> Vec<Running> {
-        let mut instances: Vec<Running> = (0..number).map(|nth| self.instance(None, rules, (nth, number))).collect();
+        let mut instances: Vec<Running> =
+            (0..number).map(|nth| self.instance(None, "", rules, (nth, number))).collect();
         instances.iter_mut().for_each(Running::start);
         let leases = self.client.database(STATE).collection::<Document>("leases");
         let started = Instant::now();
@@ -134,17 +143,17 @@ impl Bench {
 
     /// A daemon with these rules that is about to start: the server has what they need.
     pub fn prepared(&self, program: Option<PathBuf>, rules: &str) -> Running {
-        self.instance(program, rules, (0, 1))
+        self.instance(program, "", rules, (0, 1))
     }
 
     /// The same as one of several instances, with as many partitions.
-    fn instance(&self, program: Option<PathBuf>, rules: &str, (nth, partitions): (u32, u32)) -> Running {
+    fn instance(&self, program: Option<PathBuf>, more: &str, rules: &str, (nth, partitions): (u32, u32)) -> Running {
         let config = env::temp_dir().join(format!("denormd-bench-{}-{nth}.yaml", std::process::id()));
         // Held by SIGSTOP it stays the leader. Nothing else differs from the defaults.
         let head = format!(
             "mongodb: {{ uri: \"mongodb://localhost\", database: {DATABASE} }}\nlease: {{ ttl_seconds: 3600, partitions: {partitions} }}\n"
         );
-        fs::write(&config, format!("{head}rules:\n{rules}")).expect("a config file");
+        fs::write(&config, format!("{head}{more}rules:\n{rules}")).expect("a config file");
         let mut daemon = Daemon::with(&config, &self.uri()).reachable();
         if let Some(program) = program {
             daemon = daemon.running(program);
@@ -247,6 +256,7 @@ impl Running {
             "no primary of the replica set answers",
             "connections were closed after a failure",
             "connection lost",
+            "the lease cannot be read, taken or renewed",
             "owned fields differ from their definition",
             "more lines like this were left out",
             // Of a state database that was created a moment ago.

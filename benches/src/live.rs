@@ -1,22 +1,27 @@
 //! The time from a change to its target while changes arrive at a given rate, and the same by a bare change stream read and
 //! one write.
 
+mod trace;
+
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
-use bson::{Bson, Document, doc};
+use bson::{Document, doc};
 use denormd_show::{
-    figures::median,
+    figures::{median, spread},
     print::{bold, count, heading},
 };
 use futures_util::{StreamExt, future::join_all};
-use mongodb::{Database, bson::Timestamp};
+use mongodb::Database;
 use tokio::task::JoinHandle;
 
-use crate::bench::{Bench, Cost, insert};
+use crate::{
+    bare,
+    bench::{Bench, Cost, insert},
+};
 
 const SOURCES: i32 = 20_000;
 /// Changes a second.
@@ -28,6 +33,9 @@ const WRITERS: u32 = 8;
 /// The rule that is measured.
 pub const RULES: &str =
     "  - name: names\n    copy: { source: parts, target: products, match: { part: _id }, set: { n: $n } }\n";
+
+/// The same copy, for the bare path.
+const COPY: bare::Copy = bare::Copy { source: "parts", target: "products", reference: "part" };
 
 type Sent = Arc<Mutex<HashMap<i64, Instant>>>;
 
@@ -46,37 +54,41 @@ pub async fn measure(bench: &Bench) {
     let daemon = bench.daemon(RULES, 1).await;
     let mut next = 1_i64;
     println!(
-        "  {:<10}{:>16}{:>16}{:>16}{:>16}{:>12}{:>26}",
+        "  {:<10}{:<24}{:<24}{:<24}{:<24}{:<22}{:>26}",
         "changes/s", "denormd p50", "p99", "bare p50", "p99", "p99 ratio", "server CPU ratio, daemon"
     );
     for rate in RATES {
         let (mut mine, mut bare) = (Vec::new(), Vec::new());
-        for _ in 0..bench.rounds.min(3) {
-            mine.push(run(bench, &database, rate, &mut next, Some(&daemon)).await);
-            daemon.applied().await;
-            // Held, it does nothing; what it missed it finds true.
-            let held = run(bench, &database, rate, &mut next, None);
-            let other = bare_path(&database).await;
-            bare.push(daemon.held(held).await);
-            other.abort();
+        for round in 0..2 * bench.rounds {
+            // Each of them begins every second pair.
+            if round % 4 == 0 || round % 4 == 3 {
+                mine.push(run(bench, &database, rate, &mut next, Some(&daemon)).await);
+            } else {
+                // Held, it does nothing; what it missed it finds true.
+                let held = run(bench, &database, rate, &mut next, None);
+                let other = bare::follow(&database, COPY).await;
+                bare.push(daemon.held(held).await);
+                other.abort();
+            }
             daemon.applied().await;
         }
-        let of = |of: &[Latency], what: fn(&Latency) -> f64| median(&of.iter().map(what).collect::<Vec<_>>());
+        let each = |of: &[Latency], what: fn(&Latency) -> f64| of.iter().map(what).collect::<Vec<_>>();
         let ratios: Vec<f64> = mine.iter().zip(&bare).map(|(mine, bare)| mine.high / bare.high).collect();
         let server: Vec<f64> = mine.iter().zip(&bare).map(|(mine, bare)| mine.cost.server / bare.cost.server).collect();
         println!(
-            "  {:<10}{:>16.2}{:>16.2}{:>16.2}{:>16.2}{:>12}{:>13.2}{:>10.1} ms",
+            "  {:<10}{:<24}{:<24}{:<24}{:<24}{:<22}{:>13.2}{:>10.1} µs",
             count(rate as usize),
-            of(&mine, |l| l.middle),
-            of(&mine, |l| l.high),
-            of(&bare, |l| l.middle),
-            of(&bare, |l| l.high),
-            bold(&format!("{:.2}", median(&ratios))),
+            spread(&each(&mine, |l| l.middle), 1),
+            spread(&each(&mine, |l| l.high), 1),
+            spread(&each(&bare, |l| l.middle), 1),
+            spread(&each(&bare, |l| l.high), 1),
+            bold(&spread(&ratios, 2)),
             median(&server),
-            of(&mine, |l| l.cost.daemon) / f64::from(rate) / SPAN.as_secs_f64() * 1e6,
+            median(&each(&mine, |l| l.cost.daemon)) / f64::from(rate) / SPAN.as_secs_f64() * 1e6,
         );
     }
     daemon.stop().await;
+    trace::measure(bench).await;
 }
 
 /// Writes the documents before the first measurement.
@@ -166,48 +178,5 @@ async fn observe(database: &Database, first: i64, total: u32, sent: Sent) -> Joi
             }
         }
         late
-    })
-}
-
-/// A loop as one writes it by hand for this one rule: what arrives together is written together.
-async fn bare_path(database: &Database) -> JoinHandle<()> {
-    let database = database.clone();
-    let hello = database.run_command(doc! {"hello": 1}).await.expect("hello");
-    let now: Timestamp = hello.get_timestamp("operationTime").expect("an operation time");
-    tokio::spawn(async move {
-        let pipeline = vec![
-            doc! {"$changeStream": {"startAtOperationTime": now}},
-            doc! {"$match": {"operationType": "update"}},
-            doc! {"$project": {"documentKey": 1, "n": "$updateDescription.updatedFields.n"}},
-        ];
-        // A cursor is read on in the session that it was opened in.
-        let mut session = database.client().start_session().await.expect("a session");
-        let mut open = database
-            .run_command(doc! {"aggregate": "parts", "pipeline": pipeline, "cursor": {}})
-            .session(&mut session)
-            .await
-            .expect("a stream");
-        let mut batch = "firstBatch";
-        loop {
-            let cursor = open.get_document("cursor").expect("a cursor");
-            let id = cursor.get_i64("id").expect("a cursor's id");
-            let events = cursor.get_array(batch).expect("a batch").iter().filter_map(Bson::as_document);
-            let updates: Vec<Document> = events
-                .map(|event| {
-                    let key = event.get_document("documentKey").expect("a key").get("_id").expect("an _id").clone();
-                    doc! {"q": {"part": key}, "u": {"$set": {"n": event.get("n")}}, "multi": true}
-                })
-                .collect();
-            if !updates.is_empty() {
-                let write = doc! {"update": "products", "updates": updates, "ordered": false, "writeConcern": {"w": "majority"}};
-                database.run_command(write).await.expect("an update");
-            }
-            batch = "nextBatch";
-            open = database
-                .run_command(doc! {"getMore": id, "collection": "parts", "maxTimeMS": 1000, "batchSize": 5000})
-                .session(&mut session)
-                .await
-                .expect("the next events");
-        }
     })
 }

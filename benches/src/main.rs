@@ -5,6 +5,7 @@
 //! ratios and CPU seconds are what to look at. With `BEFORE`, the path of another denormd, both programs do the same work in
 //! turn instead.
 
+mod bare;
 mod bench;
 mod copies;
 mod drain;

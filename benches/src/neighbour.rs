@@ -22,8 +22,12 @@ use denormd_show::{
 use futures_util::StreamExt;
 use mongodb::Database;
 use tokio::{sync::watch, task::JoinHandle};
+use tokio_util::task::AbortOnDropHandle;
 
-use crate::bench::{Bench, DATABASE, Running, insert, update};
+use crate::{
+    bare,
+    bench::{Bench, DATABASE, Running, insert, update},
+};
 
 /// Sources that are changed; `DOCUMENTS` has another number.
 const SOURCES: i32 = 60_000;
@@ -33,14 +37,19 @@ const LARGE: i32 = 3;
 const ITEMS: i32 = 1_000;
 /// Time between two changes of the neighbour.
 const EVERY: Duration = Duration::from_millis(10);
+/// Time limit for what comes to an end unless something is broken.
+const LIMIT: Duration = Duration::from_mins(1);
 /// Time without a backlog, for comparison.
 const QUIET: Duration = Duration::from_secs(3);
-const RULES: &str = "  - name: names
+/// The rule with the backlog.
+const NAMES: &str = "  - name: names
     guard: GUARD
     copy: { source: parts, target: products, match: { part: _id }, set: { name: $name, price: $price } }
-  - name: neighbour
-    copy: { source: items, target: orders, match: { item: _id }, set: { n: $n } }
 ";
+const NEIGHBOUR: &str =
+    "  - name: neighbour\n    copy: { source: items, target: orders, match: { item: _id }, set: { n: $n } }\n";
+/// The neighbour's copy, for the bare path.
+const COPY: bare::Copy = bare::Copy { source: "items", target: "orders", reference: "item" };
 
 /// The ways in which a backlog comes about.
 const BACKLOGS: [(&str, Backlog); 5] = [
@@ -65,6 +74,26 @@ enum Backlog {
     Repairs,
 }
 
+/// The programs that maintain the neighbour's copies.
+enum Program {
+    /// The denormd in BEFORE, which also works off the backlog.
+    Before(PathBuf),
+    /// The denormd that is measured, which also works off the backlog.
+    Denormd,
+    /// A serial loop with a stream of its own, beside the denormd that works off the backlog.
+    Bare,
+}
+
+impl Program {
+    fn title(&self) -> &'static str {
+        match self {
+            Self::Before(_) => "before",
+            Self::Denormd => "denormd",
+            Self::Bare => "bare",
+        }
+    }
+}
+
 /// The neighbour's lags, in milliseconds, and the seconds that the backlog took.
 #[derive(Default)]
 struct Measured {
@@ -79,7 +108,8 @@ pub async fn measure(bench: &Bench, before: Option<&PathBuf>) {
     let database = bench.fresh().await;
     let sources = env::var("DOCUMENTS").ok().and_then(|text| text.parse().ok()).unwrap_or(SOURCES);
     load(&database, sources).await;
-    let programs: Vec<Option<PathBuf>> = before.cloned().map(Some).into_iter().chain([None]).collect();
+    let mut programs: Vec<Program> = before.cloned().map(Program::Before).into_iter().collect();
+    programs.extend([Program::Denormd, Program::Bare]);
     let only = env::var("BACKLOGS").unwrap_or_default();
     let mut version = 0;
     for (name, backlog) in BACKLOGS {
@@ -91,19 +121,19 @@ pub async fn measure(bench: &Bench, before: Option<&PathBuf>) {
         for round in 0..=rounds {
             for (program, measured) in programs.iter().zip(&mut all) {
                 version += 1;
-                let found = run(bench, &database, program.as_ref(), backlog, (version, sources)).await;
+                let found = run(bench, &database, program, backlog, (version, sources)).await;
                 // The first round warms caches.
                 if round > 0 {
                     measured.push(found);
                 }
             }
         }
-        print(name, &all);
+        print(name, &programs, &all);
     }
     println!(
         "{}",
         dim(
-            "  Milliseconds from the commit of the source's write to that of its copy. `before`: the program in BEFORE."
+            "  Milliseconds from the commit of the source's write to that of its copy. `before`: the program in BEFORE. `bare`: a change stream of the neighbour alone, and one write in a loop."
         )
     );
 }
@@ -122,25 +152,38 @@ async fn load(database: &Database, sources: i32) {
 async fn run(
     bench: &Bench,
     database: &Database,
-    program: Option<&PathBuf>,
+    program: &Program,
     backlog: Backlog,
     (version, sources): (i32, i32),
 ) -> Measured {
-    let rules = RULES.replace("GUARD", if backlog == Backlog::Repairs { "watch" } else { "audit" });
-    let daemon = bench.daemon_of(program.cloned(), &rules, 2).await;
+    let mut rules = NAMES.replace("GUARD", if backlog == Backlog::Repairs { "watch" } else { "audit" });
+    if !matches!(program, Program::Bare) {
+        rules += NEIGHBOUR;
+    }
+    // The last one may have had another number of rules.
+    bench.forget().await;
+    let count = rules.matches("- name:").count();
+    let before = if let Program::Before(path) = program { Some(path.clone()) } else { None };
+    let daemon = bench.daemon_of(before, &rules, count).await;
+    let bare = match program {
+        Program::Bare => Some(AbortOnDropHandle::new(bare::follow(database, COPY).await)),
+        Program::Before(_) | Program::Denormd => None,
+    };
     bench.at_rest().await;
     let observer = Observer::start(database).await;
     let (order, orders) = watch::channel(Order::Write);
     let writer = tokio::spawn(write(database.clone(), i64::from(version), orders));
     tokio::time::sleep(QUIET).await;
     let quiet = observer.found().await;
-    let took = work_off(bench, database, &daemon, &order, backlog, (version, sources)).await;
+    let took = work_off(bench, database, (&daemon, count), &order, backlog, (version, sources)).await;
     order.send(Order::Stop).ok();
     writer.await.expect("the neighbour's writer");
     daemon.applied().await;
+    until_copied(database).await;
     let beside = observer.end(database).await;
     assert_true(database, &daemon, backlog, version).await;
     daemon.stop().await;
+    drop(bare);
     Measured { quiet, beside, took }
 }
 
@@ -148,7 +191,7 @@ async fn run(
 async fn work_off(
     bench: &Bench,
     database: &Database,
-    daemon: &Running,
+    (daemon, rules): (&Running, usize),
     neighbour: &watch::Sender<Order>,
     backlog: Backlog,
     (version, sources): (i32, i32),
@@ -179,7 +222,7 @@ async fn work_off(
             held(Box::pin(overwrite(database, version))).await;
             let begin = Instant::now();
             daemon.command(&["backfill", "--rule", "names", "--no-wait"]);
-            bench.backfilled(2).await;
+            bench.backfilled(rules).await;
             begin
         }
         Backlog::Repairs => {
@@ -201,6 +244,21 @@ async fn rename(database: &Database, sources: std::ops::Range<i32>, version: i32
 async fn overwrite(database: &Database, version: i32) {
     let other = doc! {"$set": {"price": -version}};
     database.collection::<Document>("products").update_many(doc! {}, other).await.expect("an update");
+}
+
+/// Waits until every copy of the neighbour is right: the bare path cannot be asked.
+async fn until_copied(database: &Database) {
+    let begun = Instant::now();
+    let differing = [
+        doc! {"$lookup": {"from": "items", "localField": "item", "foreignField": "_id", "as": "of"}},
+        doc! {"$match": {"$expr": {"$ne": ["$n", {"$first": "$of.n"}]}}},
+        doc! {"$limit": 1},
+    ];
+    let orders = database.collection::<Document>("orders");
+    while orders.aggregate(differing.clone()).await.expect("a comparison").next().await.is_some() {
+        assert!(begun.elapsed() < LIMIT, "the neighbour's copies are wrong");
+        tokio::time::sleep(EVERY).await;
+    }
 }
 
 /// All copies are right: otherwise it was not the same work.
@@ -310,12 +368,12 @@ fn at(lags: &[f64], percent: usize) -> f64 {
     lags.get(lags.len().saturating_sub(1) * percent / 100).copied().unwrap_or(f64::NAN)
 }
 
-fn print(name: &str, programs: &[Vec<Measured>]) {
+fn print(name: &str, programs: &[Program], all: &[Vec<Measured>]) {
     let of = |rounds: &[Measured], lags: fn(&Measured) -> &[f64], percent| {
         spread(&rounds.iter().map(|round| at(lags(round), percent)).collect::<Vec<_>>(), 0)
     };
-    for (nth, rounds) in programs.iter().enumerate() {
-        let title = if programs.len() > 1 && nth == 0 { "before" } else { "denormd" };
+    for (program, rounds) in programs.iter().zip(all) {
+        let title = program.title();
         println!(
             "  {name:<10}{title:<9} alone p50 {:<16} p99 {:<20} beside p50 {:<18} p99 {} max {:<22} backlog {} s",
             of(rounds, |round| &round.quiet, 50),
@@ -326,7 +384,9 @@ fn print(name: &str, programs: &[Vec<Measured>]) {
             spread(&rounds.iter().map(|round| round.took).collect::<Vec<_>>(), 2),
         );
     }
-    if let [before, now] = programs {
+    if let [Program::Before(_), ..] = programs
+        && let [before, now, ..] = all
+    {
         let ratios: Vec<f64> = before.iter().zip(now).map(|(before, now)| before.took / now.took).collect();
         println!(
             "  {name:<10}throughput of the backlog, now / before, pair by pair: {} ({} pairs, median {:.3})",
