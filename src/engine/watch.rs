@@ -41,6 +41,10 @@ const LOOK_FOR_NESTED: i64 = 5000;
 const BATCH: u32 = 500;
 /// Bytes beyond which a batch may have ended because the next event did not fit into it.
 const LARGE: usize = 1 << 20;
+/// Time without an answer after which a stream is opened again, on another connection: a gateway that has forgotten a connection
+/// drops what is sent on it, although the server is well. The server also answers late if it has very many other events to pass over: so the
+/// time is doubled until one answer has come.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// If an event with its resume token does not fit into a message, the server closes the connection without an error.
 /// This number of times in a row, while the server answers everything else, means that.
 const HANG_UPS: u32 = 5;
@@ -297,6 +301,8 @@ struct State {
     failures: u32,
     /// The most recent of these failures in which the server closed the connection and answered the next request.
     hang_ups: u32,
+    /// Time limit for each answer.
+    patience: Duration,
     way: Way,
     /// The events since the stream was last narrowed.
     singles: usize,
@@ -307,8 +313,8 @@ struct State {
 impl State {
     /// A stream that is read in batches, of which nothing has failed yet.
     fn at(position: Position) -> Self {
-        let way = Way::Batches;
-        Self { position, by_time: None, failures: 0, hang_ups: 0, way, singles: 0, whole: false }
+        let (patience, way) = (PATIENCE, Way::Batches);
+        Self { position, by_time: None, failures: 0, hang_ups: 0, patience, way, singles: 0, whole: false }
     }
 }
 
@@ -388,19 +394,25 @@ impl Follower<'_> {
     async fn deliver(&mut self) -> Result<()> {
         let way = self.state.way;
         let polling = Polling::of(self.waiting.load(Ordering::Relaxed));
-        let batches = self.open(polling.wait()).await?;
+        let patience = self.state.patience;
+        let batches = in_time(PATIENCE, self.open(polling.wait())).await?;
         // While one batch is decoded, the server prepares the next one.
         let (read, mut batches_read) = mpsc::channel(1);
-        let _reader = AbortOnDropHandle::new(tokio::spawn(read_ahead(batches, polling, self.waiting.clone(), read)));
+        let reader = read_ahead(batches, patience, polling, self.waiting.clone(), read);
+        let _reader = AbortOnDropHandle::new(tokio::spawn(reader));
         // The first batch is empty: it only confirms that the stream is open.
         let mut is_first = true;
         while let Some(batch) = batches_read.recv().await {
-            let batch = batch?;
+            let batch = batch.inspect_err(|error| {
+                if is_silence(error) {
+                    self.state.patience = patience.saturating_mul(2);
+                }
+            })?;
             let reading = Reading { way, narrow: !self.state.whole, is_first };
             let decoded = decode(self.spec, reading, &batch, &self.state.position)?;
             let is_empty = decoded.delivery.events.is_empty();
             if !is_first || !is_empty {
-                (self.state.failures, self.state.hang_ups) = (0, 0);
+                (self.state.failures, self.state.hang_ups, self.state.patience) = (0, 0, PATIENCE);
             }
             self.state.position = decoded.delivery.position.clone();
             self.state.singles += decoded.delivery.events.len();
@@ -449,15 +461,31 @@ fn is_of_a_removed_shard(error: &Error) -> bool {
     error.code.is_some_and(|code| code::SHARD_REMOVED.contains(&code))
 }
 
+/// The answer, or an error if it takes longer than `patience`.
+async fn in_time<T>(patience: Duration, answer: impl Future<Output = Result<T>>) -> Result<T> {
+    let answer = tokio::time::timeout(patience, answer).await;
+    answer.unwrap_or_else(|_| Err(Error::new(Kind::TimedOut, "the change stream does not answer")))
+}
+
+/// True if there was no answer. The server's own time limit has a code.
+fn is_silence(error: &Error) -> bool {
+    error.kind == Kind::TimedOut && error.code.is_none()
+}
+
 /// Reads until the stream ends, or must be opened again because requests are to wait for another time.
 async fn read_ahead(
     mut batches: Batches,
+    mut patience: Duration,
     polling: Polling,
     waiting: Arc<AtomicUsize>,
     out: mpsc::Sender<Result<RawBatch>>,
 ) {
-    loop {
-        let batch = match batches.next().await {
+    for nth in 0_u64.. {
+        // The first batch only confirms that the stream is open: the server has not passed over any other events yet.
+        if nth > 1 {
+            patience = PATIENCE;
+        }
+        let batch = match in_time(patience, batches.next()).await {
             Ok(Some(batch)) => Ok(batch),
             Ok(None) => return,
             Err(error) => Err(error),

@@ -80,7 +80,7 @@ pub struct Batches {
     primary: Primary,
     /// Time of the last check whether the primary has changed.
     checked: Instant,
-    /// Time limit for each answer; none for a stream, which passes over any number of other events before it answers.
+    /// Time limit for each answer; none for a stream, whose reader has its own.
     limit: Option<Duration>,
 }
 
@@ -288,8 +288,8 @@ impl Server {
             let found = database.run_cursor_command(command).selection_criteria(primary.criteria()).await?;
             found.try_collect::<Vec<Document>>().await
         };
-        // A list of many collections may take long, so only the primary is watched.
-        Ok(primary.attend(listed).await??)
+        // A list of many collections may take long.
+        Ok(answered(Some(READ_TIMEOUT + HELLO), primary.attend(listed)).await??)
     }
 
     /// The names of a database's collections.
@@ -335,7 +335,7 @@ impl Server {
         let command = doc! {"count": &namespace.collection, "query": filter, "collation": {"locale": "simple"}};
         let (primary, database) = (Primary::of(&self.client), self.database(&namespace.database));
         let counted = database.run_command(limited(command, COUNTING)).selection_criteria(primary.criteria());
-        Ok(primary.attend(counted).await??.get("n").map_or(0, number))
+        Ok(answered(Some(COUNTING + HELLO), primary.attend(counted)).await??.get("n").map_or(0, number))
     }
 
     /// Waits until writes under its fence whose wait was cancelled can no longer run.
@@ -407,7 +407,8 @@ impl Server {
         Ok(Pages(Batches::new(cursor, primary, limit)))
     }
 
-    /// Follows a cursor that never ends: a batch may be empty, and arrives after `wait` at the latest.
+    /// Follows a cursor that never ends. A batch arrives as soon as there are events, and an empty one after `wait`; much later if the
+    /// server has many other events to pass over.
     pub async fn follow(&self, database: &str, command: Document, batch: u32, wait: Duration) -> Result<Batches> {
         let primary = Primary::of(&self.client);
         let database = self.database(database);

@@ -55,17 +55,19 @@ fn three() -> Builder {
     ReplicaSet::builder().nodes(3).election_timeout(Duration::from_secs(10))
 }
 
+async fn instance(test: &TestDb, uri: &str, lease: &str) -> Running {
+    let mut running = Running::prepare(test, RULES, lease);
+    let text = std::fs::read_to_string(running.file()).unwrap();
+    std::fs::write(running.file(), text.replace(&test.uri, uri)).unwrap();
+    running.run().await;
+    running
+}
+
 /// Starts this number of instances, all of which report that nothing is behind.
 async fn instances(test: &TestDb, number: usize, uri: Option<&str>) -> Vec<Running> {
     let mut all: Vec<Running> = Vec::new();
     for _ in 0..number {
-        let mut running = Running::prepare(test, RULES, LEASE);
-        if let Some(uri) = uri {
-            let text = std::fs::read_to_string(running.file()).unwrap();
-            std::fs::write(running.file(), text.replace(&test.uri, uri)).unwrap();
-        }
-        running.run().await;
-        all.push(running);
+        all.push(instance(test, uri.unwrap_or(&test.uri), LEASE).await);
     }
     for running in &all {
         running
@@ -271,6 +273,37 @@ async fn a_read_ends_although_its_connection_is_dead() {
     let (next, read) = (pages.next(), server.read(&test.name, command, ClusterTime::default()));
     let (next, read) = tokio::time::timeout(PATIENCE, async { tokio::join!(next, read) }).await.expect("both end");
     assert_eq!((next.unwrap_err().kind, read.unwrap_err().kind), (Kind::Connection, Kind::Connection));
+}
+
+/// A change stream had no limit either.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "`make outages` runs it: an answer is awaited for a minute"]
+async fn a_stream_goes_on_although_its_connection_is_dead() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    hosts_and_log(&test).await;
+    let (port, forgets) = gateway(set.node(0).port()).await;
+    let uri = format!("mongodb://127.0.0.1:{port}/?directConnection=true");
+    // A leader that loses its lease opens another stream.
+    let running = instance(&test, &uri, "lease: { ttl_seconds: 600 }\n").await;
+    running.until_json("not behind", |status| status["lag_seconds"] == 0.0).await;
+    forgets.store(true, Ordering::SeqCst);
+    let is_interrupted = |status: &Value| {
+        let causes = status["causes"].as_array();
+        causes.is_some_and(|causes| causes.iter().any(|cause| cause["cause"] == "stream_interrupted"))
+    };
+    running.until_json("the stream is interrupted", is_interrupted).await;
+    forgets.store(false, Ordering::SeqCst);
+    let hosts = test.database().collection::<Document>("hosts");
+    hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
+    let notes = test.database().collection::<Document>("notes");
+    crate::support::daemon::until("the change is applied", async || {
+        notes.find_one(doc! {"ip": "10.0.0.2"}).await.unwrap()
+    })
+    .await;
+    running.until_json("well again", |status| status["lag_seconds"] == 0.0).await;
+    let (_, said, _) = running.command(&["status"]);
+    assert!(said.contains("the change stream does not answer"), "{said}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
