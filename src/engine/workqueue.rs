@@ -105,10 +105,8 @@ pub struct Work {
     pub unconfirmed_since: Option<Instant>,
     /// Time at which the reference was first found to dangle, however many requests came after that.
     pub missing_since: Option<Instant>,
-    /// Time at which the guard first found the target to differ, however many requests came after that.
-    pub differs_since: Option<Instant>,
     /// The unconfirmed mismatch that the guard found at `unconfirmed_since`.
-    pub unconfirmed_mismatch: UnconfirmedMismatch,
+    pub unconfirmed_mismatch: Option<Box<UnconfirmedMismatch>>,
     /// Time since which it waits for other documents of its tree.
     pub waits_since: Option<Instant>,
     /// The batches that its requests come from.
@@ -134,6 +132,8 @@ pub struct UnconfirmedMismatch {
     pub seen: ClusterTime,
     /// The current verdict on the difference.
     pub verdict: Verdict,
+    /// Time at which the target was first found to differ, however many requests came after that.
+    pub since: Option<Instant>,
 }
 
 /// The guard's verdict on a target that differs.
@@ -153,8 +153,8 @@ pub enum Verdict {
 struct Entry {
     /// The next work on the key.
     pending: Option<Work>,
-    /// The work after that, requested while the next one waits for earlier writes.
-    later: Option<Work>,
+    /// The work after that. Few keys have any.
+    later: Option<Box<Later>>,
     /// The origins of the work that a batch currently does on the key.
     running: Option<Origins>,
     /// True if the key is in its lane because of `pending`.
@@ -165,10 +165,16 @@ struct Entry {
     cooling: bool,
     /// Batches with a lower number must end first ([`Task::Parents`]).
     barrier: u64,
-    /// The same for `later`.
-    barrier_of_later: u64,
     /// Commit time of the oldest change that the key waits or runs for, as counted by [`Oldest`].
     since: Option<i64>,
+}
+
+/// Work that was requested while the work before it waits for earlier writes.
+#[derive(Debug, Default)]
+struct Later {
+    work: Option<Work>,
+    /// Batches with a lower number must end first.
+    barrier: u64,
 }
 
 /// Keys to reconcile together.
@@ -216,7 +222,8 @@ pub enum Finish {
 /// The pending and running requests, by key.
 #[derive(Debug, Default)]
 pub struct WorkQueue {
-    entries: HashMap<QueueKey, Entry>,
+    /// An entry has some hundred bytes, and up to half of the places in a table are empty.
+    entries: HashMap<QueueKey, Box<Entry>>,
     lanes: BTreeMap<Lane, VecDeque<Key>>,
     slow: Slow,
     /// The lane that was served last.
@@ -476,7 +483,12 @@ impl WorkQueue {
         let entry = self.entries.entry(queue_key.clone()).or_default();
         // With a later barrier, work that waits already would have to wait longer: for ever, if the source keeps changing.
         let comes_later = entry.in_lane && request.task == Task::Parents && oldest_write < barrier;
-        let slot = if comes_later { &mut entry.later } else { &mut entry.pending };
+        let (slot, slot_barrier) = if comes_later {
+            let later = entry.later.get_or_insert_default();
+            (&mut later.work, &mut later.barrier)
+        } else {
+            (&mut entry.pending, &mut entry.barrier)
+        };
         let before = slot.as_ref().map_or(0, |work| weight(&queue_key.key, &work.scope));
         let work = match slot.take() {
             Some(pending) => pending.merge(work),
@@ -485,7 +497,7 @@ impl WorkQueue {
         let work = work.with_origin(origin, watermark);
         self.weights.adjust(queue_key.lane, weight(&queue_key.key, &work.scope), before);
         *slot = Some(work);
-        *(if comes_later { &mut entry.barrier_of_later } else { &mut entry.barrier }) = barrier;
+        *slot_barrier = barrier;
         entry.since = self.oldest.replace(request.rule, entry.since, earliest(entry.since, origin.committed));
         if entry.cooling {
             return;
@@ -744,8 +756,8 @@ impl Entry {
             return None;
         }
         let work = self.pending.take()?;
-        if self.later.is_some() {
-            (self.pending, self.barrier) = (self.later.take(), self.barrier_of_later);
+        if let Some(later) = self.later.take() {
+            (self.pending, self.barrier) = (later.work, later.barrier);
         }
         self.running = Some(work.origins.clone());
         Some(work)
@@ -793,7 +805,7 @@ impl Work {
         self.restarted = self.restarted.or(newer.restarted);
         self.is_counted &= newer.is_counted;
         self.unconfirmed_since = None;
-        self.differs_since = self.differs_since.or(newer.differs_since);
+        self.unconfirmed_mismatch = self.unconfirmed_mismatch.or(newer.unconfirmed_mismatch);
         self.missing_since = self.missing_since.or(newer.missing_since);
         self.waits_since = self.waits_since.or(newer.waits_since);
         self
@@ -822,6 +834,8 @@ impl Work {
             Some(_) => {}
             None => {
                 watermark.hold(origin.stream, origin.batch);
+                // Usually the only one: a vector would begin with room for four.
+                self.origins.0.reserve_exact(1);
                 self.origins.0.push((origin.stream, origin.batch));
             }
         }

@@ -249,9 +249,9 @@ impl Schedule {
         let writing = elsewhere || self.queue.is_reconciling(rule);
         let crowded = self.queue.is_crowded_by_guard();
         for (_, work) in &mut batch.items {
-            let long =
-                work.differs_since.is_some_and(|since| now.saturating_duration_since(since) > LONGEST_UNCONFIRMED);
-            work.unconfirmed_mismatch.verdict = match delivered < work.unconfirmed_mismatch.seen || (writing && !long) {
+            let mismatch = work.unconfirmed_mismatch.get_or_insert_default();
+            let long = mismatch.since.is_some_and(|since| now.saturating_duration_since(since) > LONGEST_UNCONFIRMED);
+            mismatch.verdict = match delivered < mismatch.seen || (writing && !long) {
                 _ if crowded => Verdict::Unconfirmed,
                 true => Verdict::Postponed,
                 false => Verdict::Drift,
@@ -473,9 +473,10 @@ mod tests {
                 Request { rule: RuleId(0), task: Task::Guard, key: Key::one(Bson::Int32(-1)), scope: Scope::All };
             bench.schedule.enqueue(request, origin);
             let mut batch = bench.take(0).unwrap();
-            batch.items.iter_mut().for_each(|(_, work)| work.unconfirmed_mismatch.seen = seen);
+            batch.items.iter_mut().for_each(|(_, work)| work.unconfirmed_mismatch.get_or_insert_default().seen = seen);
             bench.schedule.postpone_verdicts(&mut batch, false, bench.start);
-            batch.items.iter().map(|(_, work)| work.unconfirmed_mismatch.verdict).collect::<HashSet<_>>()
+            let verdict = |(_, work): &(Key, Work)| work.unconfirmed_mismatch.as_ref().unwrap().verdict;
+            batch.items.iter().map(verdict).collect::<HashSet<_>>()
         };
         assert_eq!(verdicts(&mut bench), HashSet::from([Verdict::Postponed]), "not everything is delivered");
         for key in 0..100 {

@@ -32,16 +32,17 @@ const CONFIRMATION_DELAY: Duration = Duration::from_millis(200);
 /// The verdict on a target that differs in this way; `seen` is the time by which everything that it was compared with was
 /// committed.
 fn verdict(work: &mut Work, difference: u64, seen: ClusterTime) -> Verdict {
-    let is_same = work.unconfirmed_mismatch.difference == difference;
+    let mismatch = work.unconfirmed_mismatch.get_or_insert_default();
+    let is_same = mismatch.difference == difference;
     let is_new = work.unconfirmed_since.is_none() || !is_same;
     // Otherwise a program that keeps writing the target would postpone the verdict for ever, and hold the checkpoint.
-    let is_old = work.differs_since.get_or_insert_with(Instant::now).elapsed() > LONGEST_UNCONFIRMED;
-    match work.unconfirmed_mismatch.verdict {
+    let is_old = mismatch.since.get_or_insert_with(Instant::now).elapsed() > LONGEST_UNCONFIRMED;
+    match mismatch.verdict {
         verdict if !is_new => verdict,
         Verdict::Drift if is_old && is_same => Verdict::Drift,
         Verdict::Postponed | Verdict::Drift if !is_old => {
             work.unconfirmed_since = Some(Instant::now());
-            work.unconfirmed_mismatch = UnconfirmedMismatch { difference, seen, verdict: Verdict::Postponed };
+            **mismatch = UnconfirmedMismatch { difference, seen, verdict: Verdict::Postponed, since: mismatch.since };
             Verdict::Postponed
         }
         _ => Verdict::Unconfirmed,
@@ -177,7 +178,7 @@ mod tests {
                     assert_eq!(found, last);
                     break;
                 }
-                work.unconfirmed_mismatch.verdict = of_pipeline;
+                work.unconfirmed_mismatch.as_mut().unwrap().verdict = of_pipeline;
                 tokio::time::advance(LONGEST_UNCONFIRMED / 6).await;
             }
         }
