@@ -80,9 +80,10 @@ pub async fn inspection(
             None => None,
         };
         let at_once = lookups.iter().any(|lookup| lookup.what == lookups::SOURCES && lookup.index.is_none());
+        let of = adoption::Use::Show { at_once };
         let before = earlier.get(&rule.name).map(|earlier| adoption::EarlierWrites::of(rule, Some(earlier)));
         let adoption = match sample {
-            Some(_) => Some(Box::pin(adoption::figures(context, rule, &before.unwrap_or_default(), at_once)).await?),
+            Some(_) => Some(Box::pin(adoption::figures(context, rule, &before.unwrap_or_default(), of)).await?),
             None => None,
         };
         out.push(Inspection {

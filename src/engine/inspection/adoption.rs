@@ -361,9 +361,21 @@ fn some(part: u64, whole: u64, noun: &str) -> String {
     format!("{part} of {}", counted(whole, noun))
 }
 
-/// Counts the changes that `rule` would make. `before` says what its last definition did; `at_once` reads sources in
-/// one pass, for rules without an index yet.
-pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, at_once: bool) -> Result<Count> {
+/// The use of a count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Use {
+    /// To decide whether the rule may write: what it adds does not matter.
+    Decision,
+    /// To be shown. With `at_once`, sources are read in one pass, for rules without an index yet.
+    Show {
+        /// True without an index.
+        at_once: bool,
+    },
+}
+
+/// Counts the changes that `rule` would make. `before` says what its last definition did.
+pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, of: Use) -> Result<Count> {
+    let at_once = of == Use::Show { at_once: true };
     let target = &rule.target.namespace;
     let source = &rule.source.namespace;
     let after = context.server.operation_time().await?;
@@ -373,6 +385,13 @@ pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, at_
     counting.out.figures.source_exists = context.server.has_collection(&source.database, &source.collection).await?;
     let total = count(context, rule, Role::Target).await?;
     counting.out.figures.targets = total;
+    // Most new rules own new fields, and have nothing to overwrite or to remove.
+    if !rule.may_delete() && !may_hold_values(context, rule, &rule.owned(), after).await? {
+        counting.out.figures.basis = Basis::AllWithValues;
+        if of == Use::Decision {
+            return Ok(counting.out);
+        }
+    }
     let page = counting.page();
     let find = |filter: Document, limit: i64| {
         let mut command = doc! {
@@ -386,13 +405,13 @@ pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, at_
     };
     let mine = rule.target.filter.clone().unwrap_or_default();
     if let Some(tree) = rule.tree {
-        counting.tree(tree, find(doc! {"$and": [mine, holds_a_value(rule)]}, 1)).await?;
+        counting.tree(tree).await?;
     } else if total <= WHOLE {
         if counting.take(find(mine, 0), u64::MAX).await? {
             counting.out.figures.basis = Basis::All;
         }
     } else {
-        let holding = doc! {"$and": [mine.clone(), holds_a_value(rule)]};
+        let holding = doc! {"$and": [mine.clone(), exists(&rule.owned())]};
         let draw = |size: i64, filter: Document| {
             doc! {
                 "aggregate": &target.collection, "cursor": {"batchSize": page}, "maxTimeMS": READ, "allowDiskUse": true,
@@ -459,7 +478,7 @@ pub async fn losses(context: &Context, rule: &Rule) -> Result<Losses> {
         return Ok(Losses { holding: 0, losing: 0, counted: true });
     }
     let own = EarlierWrites::of(rule, Some(&rule.definition));
-    let figures = Box::pin(figures(context, rule, &own, false)).await?.figures;
+    let figures = Box::pin(figures(context, rule, &own, Use::Decision)).await?.figures;
     let ((losing, holding), Figures { compared, basis, .. }) = (figures.losses(), figures);
     Ok(Losses { holding, losing, counted: compared > 0 || basis != Basis::Some })
 }
@@ -474,14 +493,24 @@ fn within(rows: &[RawDocumentBuf], bytes: usize) -> usize {
     fit.count().max(1).min(rows.len())
 }
 
-/// Condition that a target has anything on an owned path.
-fn holds_a_value(rule: &Rule) -> Document {
-    exists(&rule.owned())
-}
-
 /// Condition that a target has anything on one of these paths.
 fn exists(paths: &[&FieldPath]) -> Document {
     doc! {"$or": paths.iter().map(|path| doc! {path.query(): {"$exists": true}}).collect::<Vec<_>>()}
+}
+
+/// True if a target of the rule has a value on one of these paths, or if the read takes too long to tell.
+async fn may_hold_values(context: &Context, rule: &Rule, paths: &[&FieldPath], after: ClusterTime) -> Result<bool> {
+    let Namespace { database, collection } = &rule.target.namespace;
+    let mine = rule.target.filter.clone().unwrap_or_default();
+    let find = doc! {
+        "find": collection, "filter": {"$and": [mine, exists(paths)]}, "projection": {"_id": 1}, "limit": 1, "maxTimeMS": READ,
+        "collation": read::simple_collation(),
+    };
+    match context.server.read(database, find, after).await {
+        Ok(found) => Ok(!found.is_empty()),
+        Err(error) if error.kind == Kind::ReadTimedOut => Ok(true),
+        Err(error) => Err(error),
+    }
 }
 
 struct Counting<'a> {
@@ -532,29 +561,18 @@ impl Counting<'_> {
         }
     }
 
-    /// True if a document of a rule that creates its targets has a value on a path that the rule did not own before, or if the read
-    /// takes too long to tell.
+    /// True if a document of a rule that creates its targets may have a value on a path that the rule did not own before.
     async fn may_have_foreign_values(&self) -> Result<bool> {
         let is_new = |path: &&FieldPath| !self.before.paths.contains(&path.to_string());
         let paths: Vec<&FieldPath> = self.rule.owned().into_iter().filter(is_new).collect();
         if self.rule.creates.is_none() || paths.is_empty() {
             return Ok(false);
         }
-        let Namespace { database, collection } = &self.rule.target.namespace;
-        let find = doc! {
-            "find": collection, "filter": exists(&paths), "projection": {"_id": 1}, "limit": 1, "maxTimeMS": READ,
-            "collation": read::simple_collation(),
-        };
-        match self.context.server.read(database, find, self.after).await {
-            Ok(found) => Ok(!found.is_empty()),
-            Err(error) if error.kind == Kind::ReadTimedOut => Ok(true),
-            Err(error) => Err(error),
-        }
+        may_hold_values(self.context, self.rule, &paths, self.after).await
     }
 
-    /// Compares a whole tree. Of one that is too large, only finds out whether any of its documents holds a value, by
-    /// this command.
-    async fn tree(&mut self, tree: Tree, holding: Document) -> Result<()> {
+    /// Compares a whole tree. Of one that is too large, only finds out whether any of its documents holds a value.
+    async fn tree(&mut self, tree: Tree) -> Result<()> {
         let (context, rule) = (self.context, self.rule);
         let compared = if self.at_once || self.out.figures.targets > in_tree::MOST {
             None
@@ -565,12 +583,6 @@ impl Counting<'_> {
             self.out.figures.compared += failing;
             self.out.figures.basis = Basis::All;
             return compared.iter().try_for_each(|compared| self.add(compared));
-        }
-        match context.server.read(&rule.target.namespace.database, holding, self.after).await {
-            Ok(found) if found.is_empty() => self.out.figures.basis = Basis::AllWithValues,
-            Ok(_) => {}
-            Err(error) if error.kind == Kind::ReadTimedOut => {}
-            Err(error) => return Err(error),
         }
         Ok(())
     }

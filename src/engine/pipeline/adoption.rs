@@ -13,7 +13,7 @@ use crate::{
         store::Store,
     },
     inspection::{
-        adoption::{Basis, EarlierWrites, Figures, Standing, figures},
+        adoption::{Basis, EarlierWrites, Figures, Standing, Use, figures},
         suspicion::suspicions,
     },
     jobs::prune::{OtherDeployments, written_by},
@@ -146,7 +146,7 @@ async fn count(
 ) -> Result<Option<Adoption>> {
     let own = EarlierWrites::of(rule, earlier);
     let standing = if own.paths.is_empty() { Standing::New } else { Standing::Changed };
-    let figures = match Box::pin(figures(whole, rule, &own, false)).await {
+    let figures = match Box::pin(figures(whole, rule, &own, Use::Decision)).await {
         Ok(counted) => counted.figures,
         Err(error) if error.is_transient() => return Err(error),
         Err(error) => {
