@@ -16,7 +16,7 @@ use denormd_model::{
 };
 use denormd_mongo::{
     Server, all, bounded, code,
-    error::{Error, Result},
+    error::{Error, Kind, Result},
     text,
 };
 use denormd_rules::plan::{Plan, Rule};
@@ -284,24 +284,42 @@ impl DeadLetters {
     }
 
     /// Deletes the dead letters of rules that are not in the plan, under the leader's deadline: a former leader would otherwise
-    /// delete those of a rule that has come back since.
+    /// delete those of a rule that has come back since. Also deletes those of partitions of another number: no leader retries them, and
+    /// a repartitioning leaves them behind if there are more than it carries over.
     pub async fn retain(&self, server: &Server, plan: &Plan) -> Result<u64> {
         let names: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
-        // One without a name may be of a rule that is in the plan.
-        self.forget_of(server, doc! {"$type": "string", "$nin": names}).await
+        // One without a name or a partition may be of a rule and a partition that exist.
+        let of_rules = self.of_rules(doc! {"$type": "string", "$nin": names});
+        let ids: Vec<String> = Partition::all(self.partition.of()).map(|one| one.id(&self.deployment)).collect();
+        let of_partitions = doc! {"deployment": &self.deployment, "_id.deployment": {"$type": "string", "$nin": ids}};
+        let gone = [of_rules, of_partitions];
+        for _ in 1..CLEARINGS {
+            match self.delete(server, &gone).await {
+                // What it has deleted until then is gone.
+                Err(error) if error.kind == Kind::TimedOut => {}
+                deleted => return deleted,
+            }
+        }
+        self.delete(server, &gone).await
     }
 
     /// Deletes the dead letters of a rule whose definition has changed, in the same way: their keys and tasks are those of
     /// the former definition, and the backfill of the new one finds what still cannot be read or written.
     pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
-        self.forget_of(server, doc! {"$eq": rule}).await?;
+        self.delete(server, &[self.of_rules(doc! {"$eq": rule})]).await?;
         Ok(())
     }
 
-    async fn forget_of(&self, server: &Server, rules: Document) -> Result<u64> {
-        let gone = doc! {"$and": [self.filter(&Chosen::default()), {"rule": rules}]};
-        let delete = text::escaped(&RawDocumentBuf::try_from(&doc! {"q": gone, "limit": 0})?).into_owned();
-        let mut done = server.delete(&self.database, COLLECTION, &[delete], CLEARING).await?;
+    fn of_rules(&self, rules: Document) -> Document {
+        doc! {"$and": [self.filter(&Chosen::default()), {"rule": rules}]}
+    }
+
+    async fn delete(&self, server: &Server, gone: &[Document]) -> Result<u64> {
+        let mut deletes = Vec::new();
+        for gone in gone {
+            deletes.push(text::escaped(&RawDocumentBuf::try_from(&doc! {"q": gone, "limit": 0})?).into_owned());
+        }
+        let mut done = server.delete(&self.database, COLLECTION, &deletes, CLEARING).await?;
         done.refused.pop().map_or(Ok(done.matched), |(_, error)| Err(error))
     }
 
@@ -389,6 +407,8 @@ pub const ROUND: Duration = Duration::from_secs(5);
 const PAGE: i32 = 500;
 /// Time limit for deleting dead letters.
 const CLEARING: Duration = Duration::from_secs(5);
+/// Attempts to delete all that are of no use, each within this limit.
+const CLEARINGS: u32 = 20;
 /// Number of attempts from which the pause no longer grows.
 const LONGEST: i32 = 11;
 

@@ -242,10 +242,13 @@ impl Share {
                 Err(error) if error.code == Some(code::SNAPSHOT_UNAVAILABLE) && self.failures <= NEW_STATE_POLLS => {
                     self.tick.reset_after(POLL_OF_NEW_STATE);
                 }
-                Err(error) if self.failures.is_power_of_two() => {
-                    tracing::warn!(error = %error.message, "cannot look for partitions to lead; trying again");
+                Err(error) => {
+                    if self.failures.is_power_of_two() {
+                        tracing::warn!(error = %error.message, "cannot look for partitions to lead; trying again");
+                    }
+                    self.context.metrics.record_error(None, "look for partitions to lead", &error);
                 }
-                Ok(None) | Err(_) => {}
+                Ok(None) => {}
             }
         }
     }

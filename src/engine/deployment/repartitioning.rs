@@ -29,7 +29,7 @@ use crate::{
 };
 use denormd_model::{clock::millis, key::Key, partition::Partition, stored_key::loaded};
 use denormd_mongo::{
-    Server, code,
+    Server, bounded, code,
     error::{Error, Result},
     unless,
 };
@@ -37,6 +37,8 @@ use denormd_mongo::{
 /// The most fan-out jobs and dead letters that are carried over, counted in each new partition. If there are more, all rules
 /// are backfilled instead, which does the work of the jobs and finds the dead letters again.
 const MOST_CARRIED: usize = 10_000;
+/// Dead letters that are deleted in one transaction before the number changes.
+const CLEARED: i64 = 1000;
 /// Time limit for the transaction.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -67,22 +69,32 @@ pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, 
         unless(code::NAMESPACE_EXISTS, server.database(database).create_collection(name).await)?;
     }
     repartitioning.suspect_leaders(ttl).await?;
-    let mut session = server.client().start_session().await?;
-    let transaction = async {
-        let options = session.start_transaction().read_concern(ReadConcern::snapshot());
-        options.write_concern(WriteConcern::majority()).await?;
-        let changed = repartitioning.change(&mut session).await?;
-        if changed {
-            session.commit_transaction().await?;
-        } else {
-            session.abort_transaction().await?;
+    while repartitioning.has_leftovers().await? {
+        let mut session = repartitioning.begin().await?;
+        let cleared = repartitioning.clear_some(&mut session).await?;
+        if !ended(&mut session, cleared).await? {
+            return Ok(false);
         }
-        Ok::<_, Error>(changed)
+    }
+    let mut session = repartitioning.begin().await?;
+    let transaction = async {
+        let changed = repartitioning.change(&mut session).await?;
+        ended(&mut session, changed).await
     };
     let changed = tokio::time::timeout(TIMEOUT, Box::pin(transaction));
     let changed = changed.await.map_err(|_| Error::internal("the partitions could not be changed in time"))??;
     if changed {
         tracing::info!(from, to = of, "the deployment is repartitioned");
+    }
+    Ok(changed)
+}
+
+/// Commits the transaction if `changed`, and aborts it otherwise. Returns `changed`.
+async fn ended(session: &mut ClientSession, changed: bool) -> Result<bool> {
+    if changed {
+        session.commit_transaction().await?;
+    } else {
+        session.abort_transaction().await?;
     }
     Ok(changed)
 }
@@ -138,20 +150,58 @@ impl Repartitioning<'_> {
         Ok(())
     }
 
+    async fn begin(&self) -> Result<ClientSession> {
+        let mut session = self.server.client().start_session().await?;
+        let options = session.start_transaction().read_concern(ReadConcern::snapshot());
+        options.write_concern(WriteConcern::majority()).await?;
+        Ok(session)
+    }
+
+    /// The dead letters of the new partitions, which are left of an earlier time with their number.
+    fn leftovers(&self) -> Document {
+        let new: Vec<String> = self.new.iter().map(|partition| partition.id(self.deployment)).collect();
+        doc! {"_id.deployment": {"$in": new}}
+    }
+
+    async fn has_leftovers(&self) -> Result<bool> {
+        let dead_letters = self.server.collection(self.database, dead_letter::COLLECTION);
+        Ok(bounded(dead_letters.find_one(self.leftovers())).await?.is_some())
+    }
+
+    /// Deletes some of them. Returns false if another instance has changed the number: they may be those of its leaders.
+    async fn clear_some(&self, session: &mut ClientSession) -> Result<bool> {
+        let now = format::of_number(self.deployment, number(self.from));
+        // A write, which conflicts with that of another instance.
+        let mark = doc! {"$currentDate": {"cleared": true}};
+        if self.collection(format::COLLECTION).update_one(now, mark).session(&mut *session).await?.matched_count == 0 {
+            return Ok(false);
+        }
+        let dead_letters = self.collection(dead_letter::COLLECTION);
+        let found = dead_letters.find(self.leftovers()).projection(doc! {"_id": 1}).limit(CLEARED);
+        let mut found = found.session(&mut *session).await?;
+        let found: Vec<Document> = found.stream(&mut *session).try_collect().await?;
+        let ids: Vec<&Bson> = found.iter().filter_map(|document| document.get("_id")).collect();
+        dead_letters.delete_many(doc! {"_id": {"$in": ids}}).session(&mut *session).await?;
+        Ok(true)
+    }
+
     async fn change(&self, session: &mut ClientSession) -> Result<bool> {
         if !self.end_leases(session).await? || !self.change_number(session).await? {
             return Ok(false);
         }
         let kept = self.read(session).await?;
         let new: Vec<String> = self.new.iter().map(|partition| partition.id(self.deployment)).collect();
-        let gone = doc! {"_id.deployment": {"$in": self.old.iter().chain(&new).cloned().collect::<Vec<_>>()}};
+        let with_work = kept.can_be_carried(&self.new);
         for name in [POSITIONS, RULES, fan_out::COLLECTION, dead_letter::COLLECTION] {
-            self.collection(name).delete_many(gone.clone()).session(&mut *session).await?;
+            // The transaction may be too short to delete hundreds of thousands.
+            let stays = name == dead_letter::COLLECTION && !with_work;
+            let old = self.old.iter().filter(|_| !stays);
+            let gone = doc! {"_id.deployment": {"$in": old.chain(&new).cloned().collect::<Vec<_>>()}};
+            self.collection(name).delete_many(gone).session(&mut *session).await?;
         }
         let refused = doc! {"$set": {"refused": "the number of partitions has changed meanwhile: ask again"}};
         let asked = doc! {"deployment": {"$in": &self.old}};
         self.collection(REQUESTS).update_many(asked, refused).session(&mut *session).await?;
-        let with_work = kept.can_be_carried(&self.new);
         let rules = joined(&kept.rules, self.old.len(), with_work)?;
         let positions = positions(&kept.positions, self.old.len())?;
         for partition in &self.new {

@@ -204,10 +204,12 @@ async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleR
     // After the states: a rule that returns to the config is backfilled, so it needs its former dead letters no more.
     match context.dead_letters.retain(&context.server, &context.plan).await {
         Ok(0) => {}
-        Ok(deleted) => tracing::info!(deleted, "dead letters of rules that are no longer in the config are deleted"),
+        Ok(deleted) => {
+            tracing::info!(deleted, "dead letters of rules or partitions that are no longer in the config are deleted");
+        }
         Err(error) => tracing::warn!(
             error = %error.message,
-            "dead letters of rules that are no longer in the config cannot be deleted; the next start tries again"
+            "dead letters of rules or partitions that are no longer in the config cannot be deleted; the next start tries again"
         ),
     }
     Ok(())
