@@ -74,6 +74,10 @@ pub(super) fn secrets(uri: &str) -> Vec<Span> {
     }
     let hosts_start = user.as_ref().map_or(before.start, |user| user.end + 1);
     let (hosts, database) = split(uri, hosts_start..before.end, '/');
+    // With this scheme there is one name, and no port. Anything else is a user name and a password without `@` and host.
+    if uri[..start].eq_ignore_ascii_case("mongodb+srv://") && uri[hosts.clone()].contains([',', ':']) {
+        return all;
+    }
     let is_database = |c: char| c.is_ascii_alphanumeric() || "-_%".contains(c);
     if !uri[hosts].split(',').all(is_host) || !database.is_none_or(|database| uri[database].chars().all(is_database)) {
         return all;
@@ -179,6 +183,8 @@ mod tests {
             ("mongodb://u:12?w=p@a/", "mongodb://***"),
             ("mongodb://u:p", "mongodb://***"),
             ("mongodb://u:p,a/", "mongodb://***"),
+            ("mongodb+srv://u:1,p", "mongodb+srv://***"),
+            ("mongodb+srv://u:1", "mongodb+srv://***"),
             ("mongodb://u:p#w", "mongodb://***"),
             ("mongodb://", "mongodb://"),
             ("u:p@a", "***"),
