@@ -1,4 +1,4 @@
-//! The bare path: a change stream and one write in a loop of its own, as one writes it by hand for one rule.
+//! The bare path: a loop with its own change stream and one write for each batch of events, as one would write it by hand for one rule.
 
 use bson::{Bson, Document, Timestamp, doc};
 use mongodb::Database;
@@ -11,11 +11,11 @@ pub struct Copy {
     pub source: &'static str,
     /// The collection that it is copied to.
     pub target: &'static str,
-    /// The field of a target that has the `_id` of its source.
+    /// The field of a target that contains the `_id` of its source.
     pub reference: &'static str,
 }
 
-/// Starts a loop that keeps this copy up to date: what arrives together is written together.
+/// Starts a loop that keeps this copy up to date. One command writes all changes that arrive together.
 pub async fn follow(database: &Database, copy: Copy) -> JoinHandle<()> {
     let database = database.clone();
     let hello = database.run_command(doc! {"hello": 1}).await.expect("hello");
@@ -26,7 +26,7 @@ pub async fn follow(database: &Database, copy: Copy) -> JoinHandle<()> {
             doc! {"$match": {"operationType": "update"}},
             doc! {"$project": {"documentKey": 1, "n": "$updateDescription.updatedFields.n"}},
         ];
-        // A cursor is read on in the session that it was opened in.
+        // A cursor must be read in the session that opened it.
         let mut session = database.client().start_session().await.expect("a session");
         let mut open = database
             .run_command(doc! {"aggregate": copy.source, "pipeline": pipeline, "cursor": {}})

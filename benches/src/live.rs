@@ -60,11 +60,11 @@ pub async fn measure(bench: &Bench) {
     for rate in RATES {
         let (mut mine, mut bare) = (Vec::new(), Vec::new());
         for round in 0..2 * bench.rounds {
-            // Each of them begins every second pair.
+            // denormd runs first in every second pair.
             if round % 4 == 0 || round % 4 == 3 {
                 mine.push(run(bench, &database, rate, &mut next, Some(&daemon)).await);
             } else {
-                // Held, it does nothing; what it missed it finds true.
+                // A held daemon does nothing. When it resumes, it finds that the copies it missed are right.
                 let held = run(bench, &database, rate, &mut next, None);
                 let other = bare::follow(&database, COPY).await;
                 bare.push(daemon.held(held).await);

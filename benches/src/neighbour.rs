@@ -37,7 +37,7 @@ const LARGE: i32 = 3;
 const ITEMS: i32 = 1_000;
 /// Time between two changes of the neighbour.
 const EVERY: Duration = Duration::from_millis(10);
-/// Time limit for what comes to an end unless something is broken.
+/// Time limit for waits that end soon unless something is broken.
 const LIMIT: Duration = Duration::from_mins(1);
 /// Time without a backlog, for comparison.
 const QUIET: Duration = Duration::from_secs(3);
@@ -160,7 +160,7 @@ async fn run(
     if !matches!(program, Program::Bare) {
         rules += NEIGHBOUR;
     }
-    // The last one may have had another number of rules.
+    // The previous program may have had another number of rules.
     bench.forget().await;
     let count = rules.matches("- name:").count();
     let before = if let Program::Before(path) = program { Some(path.clone()) } else { None };
@@ -246,7 +246,7 @@ async fn overwrite(database: &Database, version: i32) {
     database.collection::<Document>("products").update_many(doc! {}, other).await.expect("an update");
 }
 
-/// Waits until every copy of the neighbour is right: the bare path cannot be asked.
+/// Waits until every copy of the neighbour is right: the bare path cannot report that it has caught up.
 async fn until_copied(database: &Database) {
     let begun = Instant::now();
     let differing = [

@@ -284,18 +284,18 @@ impl DeadLetters {
     }
 
     /// Deletes the dead letters of rules that are not in the plan, under the leader's deadline: a former leader would otherwise
-    /// delete those of a rule that has come back since. Also deletes those of partitions of another number: no leader retries them, and
-    /// a repartitioning leaves them behind if there are more than it carries over.
+    /// delete those of a rule that has come back since. Also deletes those of partitions that no longer exist
+    /// because their number has changed: no leader retries them, and a repartitioning leaves them behind if it cannot carry them over.
     pub async fn retain(&self, server: &Server, plan: &Plan) -> Result<u64> {
         let names: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
-        // One without a name or a partition may be of a rule and a partition that exist.
+        // A dead letter without a readable rule name or partition stays: its rule and its partition may exist.
         let of_rules = self.of_rules(doc! {"$type": "string", "$nin": names});
         let ids: Vec<String> = Partition::all(self.partition.of()).map(|one| one.id(&self.deployment)).collect();
         let of_partitions = doc! {"deployment": &self.deployment, "_id.deployment": {"$type": "string", "$nin": ids}};
         let gone = [of_rules, of_partitions];
         for _ in 1..CLEARINGS {
             match self.delete(server, &gone).await {
-                // What it has deleted until then is gone.
+                // What was deleted before the timeout stays deleted, so the next attempt has less to do.
                 Err(error) if error.kind == Kind::TimedOut => {}
                 deleted => return deleted,
             }
@@ -303,7 +303,7 @@ impl DeadLetters {
         self.delete(server, &gone).await
     }
 
-    /// Deletes the dead letters of a rule whose definition has changed, in the same way: their keys and tasks are those of
+    /// Deletes the dead letters of a rule whose definition has changed, also under the leader's deadline: their keys and tasks are those of
     /// the former definition, and the backfill of the new one finds what still cannot be read or written.
     pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
         self.delete(server, &[self.of_rules(doc! {"$eq": rule})]).await?;
@@ -407,7 +407,7 @@ pub const ROUND: Duration = Duration::from_secs(5);
 const PAGE: i32 = 500;
 /// Time limit for deleting dead letters.
 const CLEARING: Duration = Duration::from_secs(5);
-/// Attempts to delete all that are of no use, each within this limit.
+/// Maximum number of attempts to delete obsolete dead letters, each within [`CLEARING`].
 const CLEARINGS: u32 = 20;
 /// Number of attempts from which the pause no longer grows.
 const LONGEST: i32 = 11;

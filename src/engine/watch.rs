@@ -41,10 +41,12 @@ const LOOK_FOR_NESTED: i64 = 5000;
 const BATCH: u32 = 500;
 /// Bytes beyond which a batch may have ended because the next event did not fit into it.
 const LARGE: usize = 1 << 20;
-/// Time without an answer after which a stream is opened again, on another connection: a gateway that has forgotten a connection
-/// drops what is sent on it, although the server is well. The server also answers late if it has very many other events to pass over: so the
-/// time is doubled until one answer has come.
+/// Time limit for an answer of a change stream, after which the stream is opened again on another connection: a gateway that has forgotten a
+/// connection drops what is sent on it, although the server is well. The server also answers late if it has very many other events to pass
+/// over, so the limit is doubled after each silence, until an answer arrives.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// The error message of a stream that does not answer.
+const SILENCE: &str = "the change stream does not answer";
 /// If an event with its resume token does not fit into a message, the server closes the connection without an error.
 /// This number of times in a row, while the server answers everything else, means that.
 const HANG_UPS: u32 = 5;
@@ -301,7 +303,7 @@ struct State {
     failures: u32,
     /// The most recent of these failures in which the server closed the connection and answered the next request.
     hang_ups: u32,
-    /// Time limit for each answer.
+    /// Time limit for the next answer that the server may give late; doubled when it does not arrive.
     patience: Duration,
     way: Way,
     /// The events since the stream was last narrowed.
@@ -405,7 +407,7 @@ impl Follower<'_> {
         while let Some(batch) = batches_read.recv().await {
             let batch = batch.inspect_err(|error| {
                 if is_silence(error) {
-                    self.state.patience = patience.saturating_mul(2);
+                    self.state.patience = self.state.patience.saturating_mul(2);
                 }
             })?;
             let reading = Reading { way, narrow: !self.state.whole, is_first };
@@ -464,12 +466,11 @@ fn is_of_a_removed_shard(error: &Error) -> bool {
 /// The answer, or an error if it takes longer than `patience`.
 async fn in_time<T>(patience: Duration, answer: impl Future<Output = Result<T>>) -> Result<T> {
     let answer = tokio::time::timeout(patience, answer).await;
-    answer.unwrap_or_else(|_| Err(Error::new(Kind::TimedOut, "the change stream does not answer")))
+    answer.unwrap_or_else(|_| Err(Error::new(Kind::Unavailable, SILENCE)))
 }
 
-/// True if there was no answer. The server's own time limit has a code.
 fn is_silence(error: &Error) -> bool {
-    error.kind == Kind::TimedOut && error.code.is_none()
+    error.message == SILENCE
 }
 
 /// Reads until the stream ends, or must be opened again because requests are to wait for another time.
@@ -481,7 +482,8 @@ async fn read_ahead(
     out: mpsc::Sender<Result<RawBatch>>,
 ) {
     for nth in 0_u64.. {
-        // The first batch only confirms that the stream is open: the server has not passed over any other events yet.
+        // Only the second answer may be late: the first one merely confirms that the stream is open, and by the third the server has
+        // passed over the other events.
         if nth > 1 {
             patience = PATIENCE;
         }

@@ -105,7 +105,7 @@ pub struct Work {
     pub unconfirmed_since: Option<Instant>,
     /// Time at which the reference was first found to dangle, however many requests came after that.
     pub missing_since: Option<Instant>,
-    /// The unconfirmed mismatch that the guard found at `unconfirmed_since`.
+    /// The last mismatch that the guard found. Unlike `unconfirmed_since`, it outlives new requests, for its `since`.
     pub unconfirmed_mismatch: Option<Box<UnconfirmedMismatch>>,
     /// Time since which it waits for other documents of its tree.
     pub waits_since: Option<Instant>,
@@ -222,7 +222,7 @@ pub enum Finish {
 /// The pending and running requests, by key.
 #[derive(Debug, Default)]
 pub struct WorkQueue {
-    /// An entry has some hundred bytes, and up to half of the places in a table are empty.
+    /// Boxed: an entry has several hundred bytes, and up to half of a table's slots are empty.
     entries: HashMap<QueueKey, Box<Entry>>,
     lanes: BTreeMap<Lane, VecDeque<Key>>,
     slow: Slow,
@@ -834,7 +834,7 @@ impl Work {
             Some(_) => {}
             None => {
                 watermark.hold(origin.stream, origin.batch);
-                // Usually the only one: a vector would begin with room for four.
+                // Usually there is one origin; a vector would start with room for four.
                 self.origins.0.reserve_exact(1);
                 self.origins.0.push((origin.stream, origin.batch));
             }

@@ -214,7 +214,7 @@ async fn the_number_does_not_change_under_a_leader() {
     assert_eq!(old.unwrap_err().kind, Kind::Unavailable, "what is left of the old number does not begin");
 }
 
-/// To delete very many took longer than the transaction may take, and nobody led any more.
+/// Deleting hundreds of thousands of dead letters exceeded the transaction's time limit, so no instance led.
 #[tokio::test]
 async fn a_change_of_the_number_leaves_very_many_dead_letters_to_the_new_leaders() {
     let test = denormd_fixture::database().await;
@@ -239,12 +239,12 @@ async fn a_change_of_the_number_leaves_very_many_dead_letters_to_the_new_leaders
     dead_letters.retain(&server, &plan).await.unwrap();
     let left: Vec<Document> = letters.find(doc! {}).await.unwrap().try_collect().await.unwrap();
     assert_eq!(left.len(), 3, "of another partition, of another deployment, and one that cannot be read: {left:?}");
-    // Back to a number that has left some.
+    // Changes back to a number whose dead letters were left behind.
     letters.insert_many((2..1_003).map(|key| letter("d", "d#0/2", key))).await.unwrap();
     assert!(divide(&server, name, "d", 2, ttl).await.unwrap());
-    // The one of the third number may be carried over.
+    // The dead letter from the time with three partitions may be carried over.
     let left = doc! {"_id.deployment": "d#0/2", "_id.key": {"$ne": 1}};
-    assert_eq!(letters.count_documents(left).await.unwrap(), 0, "they would be the new leaders'");
+    assert_eq!(letters.count_documents(left).await.unwrap(), 0, "the new leaders would take them for their own");
 }
 
 /// Two instances have read the old number, and the second one repartitions after the first one has finished.

@@ -1,8 +1,7 @@
-//! Where the time of the slowest changes goes: their copies' events beside the spans of the batches that wrote them.
+//! The stages of the slowest changes: the events of their copies, beside the spans of the batches that wrote them.
 //!
-//! The daemon sends its spans to a collector in this process. They name no document, so the batch of a change is inferred: it is the
-//! one that was writing when the server committed the copy. If there are several, it is the one whose oldest change is the latest that is
-//! not younger than this one.
+//! The daemon sends its spans to a collector in this process. Spans name no document, so the batch of a change is inferred: it was writing
+//! when the server committed the copy. Among several, it is the batch whose oldest change is the newest, but not newer than this change.
 
 use std::{
     collections::HashMap,
@@ -27,13 +26,13 @@ use tokio::{net::TcpListener, task::JoinHandle};
 use super::{RATES, RULES, SPAN, Sent, WRITERS, load, write};
 use crate::bench::{Bench, DATABASE};
 
-/// The share of changes that count as the slowest: one in so many.
+/// The slowest share of the changes: one in this many.
 const SLOWEST: usize = 100;
 
 /// Spans that the collector has received.
 type Spans = Arc<Mutex<Vec<Span>>>;
 
-/// A change and its copy, in milliseconds since 1970. Those of the server are whole ones.
+/// A change and its copy, in milliseconds since 1970. The server's times are whole milliseconds.
 struct Change {
     sent: f64,
     /// Commit of the source's write.
@@ -60,8 +59,8 @@ impl Batch {
     /// The write that committed the copy of this change, and the last read before it.
     fn stages(&self, change: &Change) -> Option<Stages> {
         // Times of the server are rounded down.
-        let wrote = |write: &&(f64, f64)| write.0 < change.copied + 1.0 && write.1 >= change.copied;
-        let write = *self.writes.iter().find(wrote)?;
+        let has_committed = |write: &&(f64, f64)| write.0 < change.copied + 1.0 && write.1 >= change.copied;
+        let write = *self.writes.iter().find(has_committed)?;
         let before = self.reads.iter().filter(|read| read.1 <= write.0);
         let read = *before.max_by(|one, other| one.1.total_cmp(&other.1))?;
         Some(Stages { read, write })
@@ -98,7 +97,7 @@ pub async fn measure(bench: &Bench) {
         }
         rates.push((rate, changes));
     }
-    // At its end it sends the last spans.
+    // The daemon sends its last spans when it stops.
     daemon.stop().await;
     let batches = batches(&spans.lock().expect("a lock"));
     println!(
@@ -152,7 +151,7 @@ fn batches(spans: &[Span]) -> Vec<Batch> {
     batches.into_values().filter(|batch| batch.start > 0.0).collect()
 }
 
-/// Makes the changes of this rate.
+/// Makes changes at this rate, and returns them with the times of their copies.
 async fn run(database: &Database, rate: u32, next: &mut i64) -> Vec<Change> {
     let sent = Sent::default();
     let total = rate * u32::try_from(SPAN.as_secs()).unwrap_or(1);
@@ -176,7 +175,7 @@ async fn observe(database: &Database, first: i64, total: u32, sent: Sent) -> Joi
     let wall = move |at: Instant| clock + at.duration_since(began).as_secs_f64() * 1e3;
     tokio::spawn(async move {
         let last = first + i64::from(total) - 1;
-        let (mut changed, mut changes) = (HashMap::new(), Vec::new());
+        let (mut commits, mut changes) = (HashMap::new(), Vec::new());
         while let Some(event) = stream.next().await {
             let event = event.expect("an event");
             let Ok(n) = event.get_i64("n") else { continue };
@@ -184,11 +183,11 @@ async fn observe(database: &Database, first: i64, total: u32, sent: Sent) -> Joi
             #[expect(clippy::cast_precision_loss, reason = "a time in milliseconds")]
             let at = at as f64;
             if event.get_str("coll").is_ok_and(|coll| coll == "parts") {
-                changed.insert(n, at);
+                commits.insert(n, at);
                 continue;
             }
             let sent = sent.lock().expect("a lock").remove(&n);
-            if let (Some(sent), Some(changed)) = (sent, changed.remove(&n)) {
+            if let (Some(sent), Some(changed)) = (sent, commits.remove(&n)) {
                 changes.push(Change { sent: wall(sent), changed, copied: at, seen: wall(Instant::now()) });
             }
             if n == last {

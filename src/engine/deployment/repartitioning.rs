@@ -1,10 +1,13 @@
 //! Repartitioning: the change of a deployment's number of partitions.
 //!
-//! It is one transaction in the state database. It ends all leases of the old partitions, and only commits while none
+//! One transaction in the state database changes the number. It ends all leases of the old partitions, and only commits while none
 //! of them is held: from then on no write of an old leader takes effect. The new partitions start at the earliest
 //! checkpoint of the old ones, and repeat what the others had done beyond it. Open fan-out jobs and dead letters go to
-//! the partitions that own their keys. A rule whose backfill was not complete in all of them is backfilled. Only the
+//! the partitions that own their keys. If there are too many of them, all rules are backfilled instead, and the new leaders delete the old
+//! dead letters ([`crate::dead_letter::DeadLetters::retain`]). A rule whose backfill was not complete in all of them is backfilled. The
 //! leases of the old partitions remain, so that their terms continue if the number is changed back.
+//!
+//! Before that transaction, short ones delete the dead letters that are left from an earlier time with the new number.
 
 use std::{cmp::Reverse, collections::BTreeMap, time::Duration};
 
@@ -37,9 +40,9 @@ use denormd_mongo::{
 /// The most fan-out jobs and dead letters that are carried over, counted in each new partition. If there are more, all rules
 /// are backfilled instead, which does the work of the jobs and finds the dead letters again.
 const MOST_CARRIED: usize = 10_000;
-/// Dead letters that are deleted in one transaction before the number changes.
+/// Maximum number of leftover dead letters that one transaction deletes before the number changes.
 const CLEARED: i64 = 1000;
-/// Time limit for the transaction.
+/// Time limit for the transaction that changes the number.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Divides a deployment into `of` partitions. Returns false while the old partitions have leaders. A leader whose lease
@@ -157,7 +160,7 @@ impl Repartitioning<'_> {
         Ok(session)
     }
 
-    /// The dead letters of the new partitions, which are left of an earlier time with their number.
+    /// Filter for the dead letters of the new partitions, left from an earlier time with the same number.
     fn leftovers(&self) -> Document {
         let new: Vec<String> = self.new.iter().map(|partition| partition.id(self.deployment)).collect();
         doc! {"_id.deployment": {"$in": new}}
@@ -168,10 +171,11 @@ impl Repartitioning<'_> {
         Ok(bounded(dead_letters.find_one(self.leftovers())).await?.is_some())
     }
 
-    /// Deletes some of them. Returns false if another instance has changed the number: they may be those of its leaders.
+    /// Deletes up to [`CLEARED`] leftovers. Returns false if another instance has changed the number: the dead letters may then belong to
+    /// its leaders.
     async fn clear_some(&self, session: &mut ClientSession) -> Result<bool> {
         let now = format::of_number(self.deployment, number(self.from));
-        // A write, which conflicts with that of another instance.
+        // This write conflicts with that of another instance that changes the number, so only one of the two commits.
         let mark = doc! {"$currentDate": {"cleared": true}};
         if self.collection(format::COLLECTION).update_one(now, mark).session(&mut *session).await?.matched_count == 0 {
             return Ok(false);
@@ -193,7 +197,7 @@ impl Repartitioning<'_> {
         let new: Vec<String> = self.new.iter().map(|partition| partition.id(self.deployment)).collect();
         let with_work = kept.can_be_carried(&self.new);
         for name in [POSITIONS, RULES, fan_out::COLLECTION, dead_letter::COLLECTION] {
-            // The transaction may be too short to delete hundreds of thousands.
+            // Deleting hundreds of thousands could exceed the transaction's time limit.
             let stays = name == dead_letter::COLLECTION && !with_work;
             let old = self.old.iter().filter(|_| !stays);
             let gone = doc! {"_id.deployment": {"$in": old.chain(&new).cloned().collect::<Vec<_>>()}};

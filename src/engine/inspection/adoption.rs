@@ -368,7 +368,7 @@ pub enum Use {
     Decision,
     /// To be shown. With `at_once`, sources are read in one pass, for rules without an index yet.
     Show {
-        /// True without an index.
+        /// True if the rule has no index yet.
         at_once: bool,
     },
 }
@@ -498,7 +498,7 @@ fn exists(paths: &[&FieldPath]) -> Document {
     doc! {"$or": paths.iter().map(|path| doc! {path.query(): {"$exists": true}}).collect::<Vec<_>>()}
 }
 
-/// True if a target of the rule has a value on one of these paths, or if the read takes too long to tell.
+/// True if a target of the rule has anything on one of these paths, null included, or if the read takes too long to tell.
 async fn may_hold_values(context: &Context, rule: &Rule, paths: &[&FieldPath], after: ClusterTime) -> Result<bool> {
     let Namespace { database, collection } = &rule.target.namespace;
     let mine = rule.target.filter.clone().unwrap_or_default();

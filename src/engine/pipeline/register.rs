@@ -205,11 +205,11 @@ async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleR
     match context.dead_letters.retain(&context.server, &context.plan).await {
         Ok(0) => {}
         Ok(deleted) => {
-            tracing::info!(deleted, "dead letters of rules or partitions that are no longer in the config are deleted");
+            tracing::info!(deleted, "dead letters of rules and partitions that no longer exist are deleted");
         }
         Err(error) => tracing::warn!(
             error = %error.message,
-            "dead letters of rules or partitions that are no longer in the config cannot be deleted; the next start tries again"
+            "dead letters of rules and partitions that no longer exist cannot be deleted; the next start tries again"
         ),
     }
     Ok(())
