@@ -39,7 +39,7 @@ const COPY: bare::Copy = bare::Copy { source: "parts", target: "products", refer
 
 type Sent = Arc<Mutex<HashMap<i64, Instant>>>;
 
-/// Milliseconds from the acknowledgement of the source's write to the event of the target's.
+/// Milliseconds from just before the source's write is sent to the event of the target's.
 struct Latency {
     middle: f64,
     high: f64,

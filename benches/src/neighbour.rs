@@ -3,8 +3,8 @@
 //! A lag is the time between the commits of a source's write and of its copy, by the server's clock (`wallTime` of both
 //! events), so the observer's own delay does not count. While the daemon is held, the neighbour does not change either: that
 //! time would count as its lag. With `BEFORE`, the path of another denormd, both programs work
-//! off the same backlogs in turn: the change in throughput is the median of these pairs. `ROUNDS` pairs of renames, a
-//! quarter of them of the other backlogs.
+//! off the same backlogs in turn: the change in throughput is the median of these pairs. In a further run of each round, the bare
+//! path maintains the neighbour's copies instead of denormd. `ROUNDS` rounds of renames, a quarter of them of the other backlogs.
 
 use std::{
     collections::HashMap,

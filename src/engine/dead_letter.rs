@@ -293,14 +293,14 @@ impl DeadLetters {
         let ids: Vec<String> = Partition::all(self.partition.of()).map(|one| one.id(&self.deployment)).collect();
         let of_partitions = doc! {"deployment": &self.deployment, "_id.deployment": {"$type": "string", "$nin": ids}};
         let gone = [of_rules, of_partitions];
-        for _ in 1..CLEARINGS {
+        let mut more_attempts = 1..CLEARINGS;
+        loop {
             match self.delete(server, &gone).await {
-                // What was deleted before the timeout stays deleted, so the next attempt has less to do.
-                Err(error) if error.kind == Kind::TimedOut => {}
+                // The dead letters that were deleted before the timeout are gone, so the next attempt has fewer left.
+                Err(error) if error.kind == Kind::TimedOut && more_attempts.next().is_some() => {}
                 deleted => return deleted,
             }
         }
-        self.delete(server, &gone).await
     }
 
     /// Deletes the dead letters of a rule whose definition has changed, also under the leader's deadline: their keys and tasks are those of

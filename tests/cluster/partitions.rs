@@ -221,30 +221,30 @@ async fn a_change_of_the_number_leaves_very_many_dead_letters_to_the_new_leaders
     let (server, name) = (Server::new(test.client.clone()), &test.name);
     let ttl = Duration::from_secs(3);
     assert!(divide(&server, name, "d", 2, ttl).await.unwrap());
-    let letters = test.database().collection::<Document>("dead_letters");
-    let letter = |deployment: &str, partition: &str, key: i32| {
+    let stored = test.database().collection::<Document>("dead_letters");
+    let dead_letter = |deployment: &str, partition: &str, key: i32| {
         let id = doc! {"deployment": partition, "rule": "r", "task": "Value", "key": [key], "target": []};
         doc! {"_id": id, "deployment": deployment, "rule": "r"}
     };
-    letters.insert_many((0..10_001).map(|key| letter("d", "d#0/2", key))).await.unwrap();
+    stored.insert_many((0..10_001).map(|key| dead_letter("d", "d#0/2", key))).await.unwrap();
     assert!(divide(&server, name, "d", 3, ttl).await.unwrap());
-    assert_eq!(letters.count_documents(doc! {}).await.unwrap(), 10_001);
+    assert_eq!(stored.count_documents(doc! {}).await.unwrap(), 10_001);
     let unreadable = doc! {"_id": {"key": 1}, "deployment": "d", "rule": "r"};
-    letters.insert_many([letter("d", "d#1/3", 1), letter("other", "other", 1), unreadable]).await.unwrap();
+    stored.insert_many([dead_letter("d", "d#1/3", 1), dead_letter("other", "other", 1), unreadable]).await.unwrap();
     let rule = "{ name: r, copy: { source: s, target: t, match: { s: _id }, set: { n: $n } } }";
     let text = format!("mongodb: {{ uri: mongodb://localhost, database: d }}\nrules:\n  - {rule}\n");
     let plan = compile(&load_str(&text, Format::Yaml).unwrap().config, None).unwrap();
     let of_third = Partition::all(3).next_back().unwrap();
     let dead_letters = DeadLetters { database: name.clone(), deployment: "d".to_owned(), partition: of_third };
     dead_letters.retain(&server, &plan).await.unwrap();
-    let left: Vec<Document> = letters.find(doc! {}).await.unwrap().try_collect().await.unwrap();
+    let left: Vec<Document> = stored.find(doc! {}).await.unwrap().try_collect().await.unwrap();
     assert_eq!(left.len(), 3, "of another partition, of another deployment, and one that cannot be read: {left:?}");
     // Changes back to a number whose dead letters were left behind.
-    letters.insert_many((2..1_003).map(|key| letter("d", "d#0/2", key))).await.unwrap();
+    stored.insert_many((2..1_003).map(|key| dead_letter("d", "d#0/2", key))).await.unwrap();
     assert!(divide(&server, name, "d", 2, ttl).await.unwrap());
     // The dead letter from the time with three partitions may be carried over.
     let left = doc! {"_id.deployment": "d#0/2", "_id.key": {"$ne": 1}};
-    assert_eq!(letters.count_documents(left).await.unwrap(), 0, "the new leaders would take them for their own");
+    assert_eq!(stored.count_documents(left).await.unwrap(), 0, "the new leaders would take them for their own");
 }
 
 /// Two instances have read the old number, and the second one repartitions after the first one has finished.

@@ -159,13 +159,8 @@ async fn watch(all: &[Running], began: Instant) {
     }
 }
 
-/// Afterwards all is well again, changes are applied, and the timeline has the end of the outage.
-async fn over(all: &[Running], test: &TestDb, let_go: SystemTime) {
-    let let_go = let_go.duration_since(UNIX_EPOCH).unwrap();
-    for running in all {
-        running.until_json("well again", |status| status["lag_seconds"] == 0.0 && status["level"] != "critical").await;
-        assert_eq!(client::get(running.address, "/readyz", Duration::from_secs(10)).await.unwrap().code, 200);
-    }
+/// Changes a source, and waits until the change has passed through both rules.
+async fn applies_a_change(test: &TestDb) {
     let hosts = test.database().collection::<Document>("hosts");
     hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
     let notes = test.database().collection::<Document>("notes");
@@ -173,6 +168,16 @@ async fn over(all: &[Running], test: &TestDb, let_go: SystemTime) {
         notes.find_one(doc! {"ip": "10.0.0.2"}).await.unwrap()
     })
     .await;
+}
+
+/// Afterwards all is well again, changes are applied, and the timeline has the end of the outage.
+async fn over(all: &[Running], test: &TestDb, let_go: SystemTime) {
+    let let_go = let_go.duration_since(UNIX_EPOCH).unwrap();
+    for running in all {
+        running.until_json("well again", |status| status["lag_seconds"] == 0.0 && status["level"] != "critical").await;
+        assert_eq!(client::get(running.address, "/readyz", Duration::from_secs(10)).await.unwrap().code, 200);
+    }
+    applies_a_change(test).await;
     // No end was reported during the outage; the reported end is about the real one.
     let end = i64::try_from(let_go.as_millis()).unwrap() - 3000;
     crate::support::daemon::until("its end is told", async || {
@@ -294,13 +299,7 @@ async fn a_stream_goes_on_although_its_connection_is_dead() {
     };
     running.until_json("the stream is interrupted", is_interrupted).await;
     forgets.store(false, Ordering::SeqCst);
-    let hosts = test.database().collection::<Document>("hosts");
-    hosts.update_one(doc! {}, doc! {"$set": {"ip": "10.0.0.2"}}).await.unwrap();
-    let notes = test.database().collection::<Document>("notes");
-    crate::support::daemon::until("the change is applied", async || {
-        notes.find_one(doc! {"ip": "10.0.0.2"}).await.unwrap()
-    })
-    .await;
+    applies_a_change(&test).await;
     running.until_json("well again", |status| status["lag_seconds"] == 0.0).await;
     let (_, said, _) = running.command(&["status"]);
     assert!(said.contains("the change stream does not answer"), "{said}");

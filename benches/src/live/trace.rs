@@ -73,7 +73,7 @@ struct Stages {
     write: (f64, f64),
 }
 
-/// Runs the changes of each rate once more beside a daemon that sends spans, and prints the stages of the slowest.
+/// Repeats the changes at each rate with a daemon that sends its spans, and prints the stages of the slowest ones.
 pub async fn measure(bench: &Bench) {
     heading("Live: where the time of the slowest hundredth of the changes goes (milliseconds, medians of the stages)");
     let database = bench.fresh().await;

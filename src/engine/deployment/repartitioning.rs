@@ -42,7 +42,7 @@ use denormd_mongo::{
 const MOST_CARRIED: usize = 10_000;
 /// Maximum number of leftover dead letters that one transaction deletes before the number changes.
 const CLEARED: i64 = 1000;
-/// Time limit for the transaction that changes the number.
+/// Time limit for each transaction.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Divides a deployment into `of` partitions. Returns false while the old partitions have leaders. A leader whose lease
@@ -73,23 +73,31 @@ pub async fn divide(server: &Server, database: &str, deployment: &str, of: u32, 
     }
     repartitioning.suspect_leaders(ttl).await?;
     while repartitioning.has_leftovers().await? {
-        let mut session = repartitioning.begin().await?;
-        let cleared = repartitioning.clear_some(&mut session).await?;
-        if !ended(&mut session, cleared).await? {
+        let transaction = async {
+            let mut session = repartitioning.begin().await?;
+            let cleared = repartitioning.clear_some(&mut session).await?;
+            ended(&mut session, cleared).await
+        };
+        if !in_time(transaction).await? {
             return Ok(false);
         }
     }
-    let mut session = repartitioning.begin().await?;
     let transaction = async {
+        let mut session = repartitioning.begin().await?;
         let changed = repartitioning.change(&mut session).await?;
         ended(&mut session, changed).await
     };
-    let changed = tokio::time::timeout(TIMEOUT, Box::pin(transaction));
-    let changed = changed.await.map_err(|_| Error::internal("the partitions could not be changed in time"))??;
+    let changed = in_time(transaction).await?;
     if changed {
         tracing::info!(from, to = of, "the deployment is repartitioned");
     }
     Ok(changed)
+}
+
+/// The result of a transaction, or an error after [`TIMEOUT`]: a frozen server never answers.
+async fn in_time(transaction: impl Future<Output = Result<bool>>) -> Result<bool> {
+    let result = tokio::time::timeout(TIMEOUT, Box::pin(transaction)).await;
+    result.unwrap_or_else(|_| Err(Error::internal("the partitions could not be changed in time")))
 }
 
 /// Commits the transaction if `changed`, and aborts it otherwise. Returns `changed`.

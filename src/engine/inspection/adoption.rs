@@ -571,7 +571,7 @@ impl Counting<'_> {
         may_hold_values(self.context, self.rule, &paths, self.after).await
     }
 
-    /// Compares a whole tree. Of one that is too large, only finds out whether any of its documents holds a value.
+    /// Compares a whole tree, unless it is too large.
     async fn tree(&mut self, tree: Tree) -> Result<()> {
         let (context, rule) = (self.context, self.rule);
         let compared = if self.at_once || self.out.figures.targets > in_tree::MOST {
@@ -579,12 +579,10 @@ impl Counting<'_> {
         } else {
             in_tree::compare(context, rule, tree, self.after, self.begun + BUDGET).await?
         };
-        if let Some(in_tree::Compare { compared, failing }) = compared {
-            self.out.figures.compared += failing;
-            self.out.figures.basis = Basis::All;
-            return compared.iter().try_for_each(|compared| self.add(compared));
-        }
-        Ok(())
+        let Some(in_tree::Compare { compared, failing }) = compared else { return Ok(()) };
+        self.out.figures.compared += failing;
+        self.out.figures.basis = Basis::All;
+        compared.iter().try_for_each(|compared| self.add(compared))
     }
 
     /// Compares one page of targets. False when it took too long.
