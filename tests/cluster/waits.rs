@@ -273,6 +273,17 @@ async fn a_wait_that_is_acknowledged_covers_every_change_by_its_time() {
     through_failovers(Some(1), Duration::ZERO, from_environment("DENORMD_SEED").unwrap_or(1)).await;
 }
 
+/// The answer to a wait up to now. An instance that is starting, although it is ready to stand by, answers 503.
+async fn waited(running: &Running) -> Value {
+    let answer = until("this instance knows what is applied", async || {
+        let answer = client::get(running.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap();
+        (answer.code != 503).then_some(answer)
+    })
+    .await;
+    assert_eq!(answer.code, 200, "{}\n{}", String::from_utf8_lossy(&answer.body), running.log());
+    answer.json().unwrap()
+}
+
 /// Two instances, each of which leads one of two partitions.
 async fn two_leaders(test: &TestDb, rules: &str, divided: &str) -> [Running; 2] {
     let running = [Running::start(test, rules, divided).await, Running::start(test, rules, divided).await];
@@ -302,8 +313,7 @@ async fn a_wait_over_several_instances_ends_with_the_last_level_that_is_written(
         let name = format!("b{round}");
         categories.update_one(doc! {"_id": 0}, doc! {"$set": {"name": &name}}).await.unwrap();
         // 64 levels would take longer, since each one waits for a checkpoint.
-        let answer = client::get(running[round % 2].address, "/v1/wait?timeout=50", PATIENCE).await.unwrap();
-        assert_eq!(answer.code, 200, "round {round}: {}\n{}", String::from_utf8_lossy(&answer.body), running[0].log());
+        waited(&running[round % 2]).await;
         let last = categories.find_one(doc! {"_id": LEVELS - 1}).await.unwrap().unwrap();
         assert_eq!(last.get_str("path").unwrap(), format!("{name}{}", "/a".repeat(5)), "round {round}");
     }
@@ -320,12 +330,13 @@ async fn a_wait_covers_what_follows_from_a_delete() {
     sales.insert_one(doc! {"_id": 0, "item": 2}).await.unwrap();
     let running = Running::start(&test, SUMS, "").await;
     for round in 1..30 {
-        let wait = async || client::get(running.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap().code;
         let shown = async || items.find_one(doc! {"_id": 1}).await.unwrap().unwrap().get_i32("n").ok();
         sales.insert_one(doc! {"_id": round, "item": 1}).await.unwrap();
-        assert_eq!((wait().await, shown().await), (200, Some(1)), "round {round}");
+        waited(&running).await;
+        assert_eq!(shown().await, Some(1), "round {round}");
         sales.delete_one(doc! {"_id": round}).await.unwrap();
-        assert_eq!((wait().await, shown().await), (200, None), "round {round}\n{}", running.log());
+        waited(&running).await;
+        assert_eq!(shown().await, None, "round {round}\n{}", running.log());
     }
 }
 
@@ -342,14 +353,15 @@ async fn a_wait_covers_what_follows_from_a_removal() {
     cards.insert_one(doc! {"_id": 1}).await.unwrap();
     let running = Running::start(&test, RULES, "").await;
     for round in 1..5 {
-        let wait = async || client::get(running.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap().code;
         let shown = async || cards.find_one(doc! {"_id": 1}).await.unwrap().unwrap().contains_key("text");
         hosts.insert_one(doc! {"_id": round}).await.unwrap();
         notes.insert_one(doc! {"_id": round, "host": round, "text": "a"}).await.unwrap();
         cards.update_one(doc! {"_id": 1}, doc! {"$set": {"note": round}}).await.unwrap();
-        assert_eq!((wait().await, shown().await), (200, true), "round {round}\n{}", running.log());
+        waited(&running).await;
+        assert!(shown().await, "round {round}\n{}", running.log());
         hosts.delete_one(doc! {"_id": round}).await.unwrap();
-        assert_eq!((wait().await, shown().await), (200, false), "round {round}\n{}", running.log());
+        waited(&running).await;
+        assert!(!shown().await, "round {round}\n{}", running.log());
     }
 }
 
@@ -409,13 +421,8 @@ async fn a_standby_excepts_the_rules_that_its_leader_does_not_run() {
     let test = denormd_fixture::database().await;
     test.database().collection("hosts").insert_one(doc! {"_id": 1, "ip": 1}).await.unwrap();
     let standby = Running::start(&test, &format!("{IP}\n{NOTE}"), LEASE).await;
-    // It is ready before it leads.
     standby.until_json("it leads", |status| status["role"] == "leader").await;
-    let except = async || {
-        let answer = client::get(standby.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap();
-        assert_eq!(answer.code, 200, "{}\n{}", String::from_utf8_lossy(&answer.body), standby.log());
-        answer.json::<Value>().unwrap()["except"].clone()
-    };
+    let except = async || waited(&standby).await["except"].clone();
     assert_eq!(except().await, serde_json::json!([]));
     let leader = Running::start(&test, &IP.replace("ip: $ip", "ip: $name"), LEASE).await;
     leader.until_json("it leads", |status| status["role"] == "leader").await;
@@ -431,11 +438,7 @@ async fn a_standby_excepts_a_rule_that_one_partition_does_not_run() {
     let divided = "lease: { ttl_seconds: 3, partitions: 2 }\n";
     let _leaders = two_leaders(&test, IP, divided).await;
     let standby = Running::start(&test, IP, divided).await;
-    let except = async || {
-        let answer = client::get(standby.address, "/v1/wait?timeout=60", PATIENCE).await.unwrap();
-        assert_eq!(answer.code, 200, "{}\n{}", String::from_utf8_lossy(&answer.body), standby.log());
-        answer.json::<Value>().unwrap()["except"].clone()
-    };
+    let except = async || waited(&standby).await["except"].clone();
     assert_eq!(except().await, serde_json::json!([]));
     let rules = test.beside("state").collection::<Document>("rules");
     rules.delete_one(doc! {"_id.rule": "ip"}).await.unwrap();

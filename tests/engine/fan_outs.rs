@@ -171,11 +171,13 @@ async fn a_fan_out_goes_on_in_the_partition_that_owns_its_key() {
 /// there are `enough`. At the end everything is correct, and there was no fan-out job.
 async fn restarted(db: &Database, test: &TestDb, enough: usize) -> Vec<Document> {
     // On a busy machine, too, the rest is written within three times as long.
-    let text = config(test, RULES).replace("limits: { ", "limits: { write_timeout_seconds: 8, ");
+    let text = config(test, RULES).replace("limits: { ", "limits: { write_timeout_seconds: 20, ");
     let daemon = Daemon::start_config(&text).await;
     daemon.settled().await;
     let admin = test.client.database("admin");
-    // The server pauses at each of its yields, about every thousand targets.
+    // The server pauses at each of its yields: every thousand targets, not also every ten milliseconds, which would be far
+    // more often on a busy machine.
+    admin.run_command(doc! {"setParameter": 1, "internalQueryExecYieldPeriodMS": 60_000}).await.unwrap();
     let slow = doc! {"waitForMillis": 200, "namespace": format!("{}.logs", db.name())};
     let command = doc! {"configureFailPoint": "setYieldAllLocksWait", "mode": "alwaysOn", "data": slow};
     admin.run_command(command).await.unwrap();
