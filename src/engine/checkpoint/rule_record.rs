@@ -146,13 +146,14 @@ impl RuleRecord {
         }
     }
 
-    /// The record of a rule that new partitions begin with, from those of all old ones. Unless the rule is stopped, it is
-    /// backfilled from the start if one of the old partitions has not done that, or has done it by another definition.
+    /// The record of a rule that new partitions begin with, from those of all old ones. A rule that runs is backfilled from the
+    /// start if one of the old partitions has not done that, or has done it by another definition. A rule that was removed
+    /// stays removed, so that it is compared with the existing data before it runs again; a rule that waits for `denormd
+    /// backfill` goes on waiting.
     pub(crate) fn of_new_partitions(records: Vec<Self>, is_whole: bool) -> Option<Self> {
         let generation = records.iter().map(|record| record.generation).max()?;
         let is_same = records.iter().all(|record| is_same_definition(&record.definition, &records[0].definition));
-        let removed = records.iter().filter(|record| record.state == RuleState::Removed).count();
-        let is_done = is_whole && is_same && (removed == 0 || removed == records.len());
+        let is_removed = records.iter().any(|record| record.state == RuleState::Removed);
         let paused =
             records.iter().map(|record| &record.state).find(|state| matches!(state, RuleState::Paused { .. })).cloned();
         let mut records = records.into_iter();
@@ -161,8 +162,16 @@ impl RuleRecord {
         // Each new partition has this generation.
         joined.noticed = if joined.noticed == joined.generation { generation } else { 0 };
         joined.generation = generation;
-        if !joined.state.is_stopped() && (!is_done || joined.state.is_backfilling()) {
-            joined.state = RuleState::BACKFILL;
+        match joined.state {
+            _ if joined.state.is_stopped() => {}
+            _ if is_removed => joined.state = RuleState::Removed,
+            RuleState::Live if is_whole && is_same => {}
+            RuleState::Live | RuleState::Backfilling { .. } => joined.state = RuleState::BACKFILL,
+            _ => {}
+        }
+        // The dead letters and jobs that say which targets the first backfill has passed over may not be carried along.
+        if !is_whole && let Some(keeping) = &mut joined.keeping {
+            keeping.passed.clear();
         }
         // An unavailable rule resumes by itself, a paused one does not.
         if let (Some(paused), RuleState::Unavailable { .. }) = (paused, &joined.state) {

@@ -472,7 +472,9 @@ impl Store {
 
     /// Records that the leader has acted on a pause or a backfill request.
     pub async fn notice(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
-        let filter = doc! {"_id": self.id("rule", rule), "generation": generation};
+        // A former leader does not speak for the one that writes now.
+        let mut filter = mine(server, self.id("rule", rule));
+        filter.insert("generation", generation);
         let rules = server.collection(&self.database, RULES);
         bounded(rules.update_one(filter, doc! {"$set": {"noticed": generation}})).await?;
         Ok(())

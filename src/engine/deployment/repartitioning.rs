@@ -429,7 +429,9 @@ mod tests {
             (["done", "done"], "done"),
             (["done", "pending"], "pending"),
             (["done", "manual"], "manual"),
-            (["absent", "done"], "pending"),
+            (["absent", "done"], "absent"),
+            (["absent", "pending"], "absent"),
+            (["absent", "held"], "held"),
             (["held", "done"], "held"),
         ];
         for (states, expected) in cases {
@@ -439,11 +441,29 @@ mod tests {
         let both = [state(0, "done"), state(1, "done")];
         assert_eq!(backfill(&both, 3, true), "pending", "the third one has never run");
         assert_eq!(backfill(&both, 2, false), "pending", "there is too much open work");
+        for still in ["absent", "manual"] {
+            let states = [state(0, still), state(1, still)];
+            assert_eq!(backfill(&states, 2, false), still, "nobody has asked for a backfill");
+        }
         let error = super::joined(&[state(0, "done"), state(1, "unknown")], 2, true).unwrap_err().message;
         assert!(error.contains("`rules` cannot be read"), "{error}");
         let mut other = state(1, "done");
         other.insert("definition", doc! {"a": 2});
         assert_eq!(backfill(&[state(0, "done"), other], 2, true), "pending", "they have done different rules");
+    }
+
+    /// Without its dead letters and jobs, nobody knows which targets the first backfill has passed over: it once overwrote their
+    /// values without keeping them.
+    #[test]
+    fn values_are_kept_from_the_first_target_on_if_open_work_is_not_carried() {
+        let passed = |with_work| {
+            let mut state = state(0, "pending");
+            state.insert("keeping", doc! {"paths": ["a"], "passed": [7]});
+            let keeping = joined(&[state], 1, with_work)[0].get_document("keeping").unwrap().clone();
+            assert_eq!(keeping.get_array("paths").unwrap().len(), 1);
+            keeping.get_array("passed").map_or(0, Vec::len)
+        };
+        assert_eq!((passed(true), passed(false)), (1, 0));
     }
 
     /// The backfill that repairs a loss of changes has ended in one partition, and not in the other.
