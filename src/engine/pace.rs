@@ -73,28 +73,44 @@ pub fn batches(most: usize, room: bool, more: bool, mut silent: impl Iterator<It
 }
 
 /// The deferral of work that shrinks by waiting. While a backlog is read, such work would be repeated with every batch
-/// of it. So it waits, runs once, and waits again.
+/// of it. So it waits, what waits then runs once, and all that has come meanwhile waits again.
 #[derive(Debug, Default)]
 pub struct Deferral {
     since: Option<Instant>,
+    /// Number of keys that have waited long enough and have not been taken yet.
+    due: usize,
 }
 
 impl Deferral {
     /// True if such work should wait now. `more` tells that a stream is known to hold more, `runs` that a batch of such
-    /// work runs, and `waits` that any is left.
-    pub fn defers(&mut self, now: Instant, more: bool, runs: bool, waits: impl FnOnce() -> bool) -> bool {
+    /// work runs, and `waiting` has the number of keys that wait.
+    pub fn defers(&mut self, now: Instant, more: bool, runs: bool, waiting: impl FnOnce() -> usize) -> bool {
         if !more {
-            self.since = None;
+            *self = Self::default();
             return false;
         }
         let since = *self.since.get_or_insert(now);
         if now.saturating_duration_since(since) < COALESCING_DELAY || runs {
             return true;
         }
-        if !waits() {
-            self.since = Some(now);
+        let waiting = waiting();
+        if self.due == 0 {
+            self.due = waiting;
+        }
+        if waiting == 0 {
+            *self = Self { since: Some(now), due: 0 };
         }
         false
+    }
+
+    /// Records that keys of such work were taken.
+    pub fn took(&mut self, now: Instant, keys: usize) {
+        if self.due > 0 {
+            self.due = self.due.saturating_sub(keys);
+            if self.due == 0 {
+                self.since = Some(now);
+            }
+        }
     }
 }
 
@@ -145,8 +161,9 @@ mod tests {
     #[test]
     fn work_is_deferred_until_its_patience_ends_and_while_a_batch_of_it_runs() {
         let (start, mut deferral) = (Instant::now(), Deferral::default());
-        let mut defers =
-            |millis, more, runs, waits| deferral.defers(start + Duration::from_millis(millis), more, runs, || waits);
+        let mut defers = |millis, more, runs, waits| {
+            deferral.defers(start + Duration::from_millis(millis), more, runs, || usize::from(waits))
+        };
         assert!(!defers(0, false, false, true), "no stream holds more");
         assert!(defers(0, true, false, true));
         assert!(defers(999, true, false, true));
@@ -155,6 +172,24 @@ mod tests {
         assert!(!defers(1600, true, false, false), "nothing is left: the next wait begins");
         assert!(defers(2599, true, false, true));
         assert!(!defers(2600, true, false, true));
+    }
+
+    /// Keys that came back without end made one run of it last as long as the backlog, which wrote each target again and again.
+    #[test]
+    fn what_comes_while_work_runs_waits_for_the_next_run() {
+        let (start, mut deferral) = (Instant::now(), Deferral::default());
+        let at = |millis| start + Duration::from_millis(millis);
+        assert!(deferral.defers(at(0), true, false, || 1500));
+        assert!(!deferral.defers(at(1000), true, false, || 1500));
+        deferral.took(at(1000), 1000);
+        assert!(!deferral.defers(at(1100), true, false, || 1400));
+        deferral.took(at(1100), 1000);
+        assert!(deferral.defers(at(1200), true, false, || 1300), "the 1500 have run");
+        assert!(!deferral.defers(at(2100), true, false, || 1300));
+        deferral.took(at(2100), 1000);
+        assert!(!deferral.defers(at(2200), false, false, || 1300), "no stream holds more");
+        deferral.took(at(2200), 1000);
+        assert!(deferral.defers(at(2300), true, false, || 300), "the next backlog begins");
     }
 
     #[test]

@@ -457,10 +457,11 @@ impl WorkQueue {
         self.entries.is_empty()
     }
 
-    /// True if a key waits to be taken in a lane for which `such` returns true.
+    /// Number of keys that wait to be taken, in the lanes for whose first key `such` returns true.
     #[must_use]
-    pub fn waits(&self, such: impl Fn(Lane, &Scope) -> bool) -> bool {
-        self.lanes.keys().any(|lane| self.first(*lane).is_some_and(|scope| such(*lane, scope)))
+    pub fn waiting(&self, such: impl Fn(Lane, &Scope) -> bool) -> usize {
+        let chosen = self.lanes.iter().filter(|(lane, _)| self.first(**lane).is_some_and(|scope| such(**lane, scope)));
+        chosen.map(|(_, keys)| keys.len()).sum()
     }
 
     /// The requested scope of the first key of a lane.

@@ -209,8 +209,8 @@ impl Schedule {
     ) -> Option<Batch> {
         let busy: Vec<RuleId> = if limits.all_running { self.queue.running().collect() } else { Vec::new() };
         let more = self.queue.has_room() && self.has_more();
-        let waits = || self.queue.waits(|lane, scope| shrinks_by_waiting(&self.router, lane, scope));
-        let defers = self.deferral.defers(now, more, !self.waited.is_empty(), waits);
+        let waiting = || self.queue.waiting(|lane, scope| shrinks_by_waiting(&self.router, lane, scope));
+        let defers = self.deferral.defers(now, more, !self.waited.is_empty(), waiting);
         // Results of lookups are accepted even if there is no room, so the next lookup waits for room. Writes never
         // wait for a lookup.
         let full = self.queue.is_full_of_writes();
@@ -226,6 +226,7 @@ impl Schedule {
             |work: &Work| work.read_limit.is_none() && shrinks_by_waiting(&self.router, batch.lane, &work.scope);
         if batch.items.iter().any(|(_, work)| waited(work)) {
             self.waited.insert((batch.lane, batch.number));
+            self.deferral.took(now, batch.items.len());
         }
         // Majority reads can see all events that have arrived: a batch never reads a state before any of them.
         for (_, work) in &mut batch.items {
