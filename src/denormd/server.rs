@@ -57,7 +57,7 @@ pub async fn serve(listener: TcpListener, board: Arc<Board>, guard: Arc<Guard>, 
         .route("/v1/status", get(status))
         .route("/v1/history", get(history))
         .route("/v1/events", get(events))
-        .route("/v1/wait", get(wait::wait))
+        .route("/v1/wait", get(wait::wait).with_state((board.clone(), Arc::default())))
         .route("/v1/rules/{rule}/backfill", post(ask::backfill))
         .route("/v1/rules/{rule}/unblock", post(ask::unblock))
         // The name of earlier versions.

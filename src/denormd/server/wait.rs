@@ -1,6 +1,12 @@
 //! `/v1/wait`: responds once everything that was committed is applied (read your writes).
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+mod shared_read;
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use axum::{
     Json,
@@ -9,6 +15,8 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde::Deserialize;
+
+use shared_read::SharedRead;
 
 use crate::status::{Board, Leadership};
 use denormd_engine::{checkpoint::store::Store, reconcile::Context};
@@ -35,7 +43,10 @@ pub(super) struct BackfillRequest {
 /// Responds with 200 once everything up to the operation time is applied, including chains of rules, and no backfill is
 /// open; the response names the rules that this does not cover. Responds with 504 and the reason if that takes longer
 /// than the timeout.
-pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<BackfillRequest>) -> Response {
+pub(super) async fn wait(
+    State((board, reads)): State<(Arc<Board>, Arc<Reads>)>,
+    Query(request): Query<BackfillRequest>,
+) -> Response {
     let from = match request.operation_time.as_deref().map(operation_time).transpose() {
         Ok(from) => from,
         Err(message) => return refusal(StatusCode::BAD_REQUEST, &message),
@@ -44,7 +55,7 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<
     if !(0.0..=LONGEST).contains(&timeout) {
         return refusal(StatusCode::BAD_REQUEST, "timeout is a number of seconds from 0 to 3600");
     }
-    let whole = match Whole::of(&board) {
+    let whole = match Whole::of(&board, &reads) {
         Ok(whole) => whole,
         Err(message) => return refusal(StatusCode::SERVICE_UNAVAILABLE, &message),
     };
@@ -53,8 +64,8 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<
         let stands_still = |state: &RuleState| *state != RuleState::Live && !state.is_backfilling();
         let elsewhere = whole.elsewhere().await?;
         let mut except = whole.except(elsewhere.as_ref(), stands_still).await?;
-        let time = whole.settled(elsewhere.as_ref(), from).await?;
-        except.append(&mut whole.except(elsewhere.as_ref(), |state| *state != RuleState::Live).await?);
+        let (time, mut later) = whole.settled(elsewhere.as_ref(), from).await?;
+        except.append(&mut later);
         Ok::<_, Error>((time, except))
     };
     let settled = async {
@@ -86,6 +97,29 @@ pub(super) async fn wait(State(board): State<Arc<Board>>, Query(request): Query<
     }
 }
 
+/// What the waits of this process read together: many may be held while copies are late.
+#[derive(Debug, Default)]
+pub(super) struct Reads {
+    dead_letters: SharedRead<Vec<String>>,
+    nudge: SharedRead<()>,
+    elsewhere: SharedRead<Elsewhere>,
+}
+
+/// The progress of the partitions that other instances lead.
+#[derive(Debug, Clone)]
+struct Elsewhere {
+    /// The context whose rules are meant.
+    context: Weak<Context>,
+    /// The partitions, by their ids.
+    ids: Vec<String>,
+    /// The time up to which all of them have applied every change.
+    applied: Option<ClusterTime>,
+    /// True if one of them has a backfill or a fan-out job.
+    is_open: bool,
+    /// The time of the read.
+    at: ClusterTime,
+}
+
 fn refusal(code: StatusCode, error: &str) -> Response {
     (code, Json(serde_json::json!({"applied": false, "error": error}))).into_response()
 }
@@ -94,6 +128,7 @@ fn refusal(code: StatusCode, error: &str) -> Response {
 /// the others from their leaders' checkpoints. So a standby answers as well, at most one checkpoint interval later.
 struct Whole {
     board: Arc<Board>,
+    reads: Arc<Reads>,
     context: Arc<Context>,
     partitions: u32,
     attached: Vec<Arc<Context>>,
@@ -102,7 +137,7 @@ struct Whole {
 }
 
 impl Whole {
-    fn of(board: &Arc<Board>) -> Result<Self, String> {
+    fn of(board: &Arc<Board>, reads: &Arc<Reads>) -> Result<Self, String> {
         // In this order: a config that is put into force in between adds exceptions, and hides none.
         let (context, incomplete, attached) = (board.context(), board.starting(), board.all_attached());
         let leadership = board.leadership();
@@ -117,13 +152,19 @@ impl Whole {
             Some((context, partitions))
         });
         let (context, partitions) = known.ok_or("the cluster has not been reached yet")?;
-        Ok(Self { board: board.clone(), context, partitions, attached, incomplete })
+        Ok(Self { board: board.clone(), reads: reads.clone(), context, partitions, attached, incomplete })
     }
 
     /// Waits for `from` (or for now), then once for each further level of the longest chain of rules. Stops early at a level
-    /// that changes nothing: most trees have far fewer levels than they may have.
-    async fn settled(&self, elsewhere: Option<&Store>, from: Option<ClusterTime>) -> Result<ClusterTime> {
-        let (mut first, mut last) = (None, None);
+    /// that changes nothing: most trees have far fewer levels than they may have. Returns the time of the first level, and
+    /// the rules that lacked a change after one of the levels: even if they have it by now, the rules that read their copies
+    /// may lack it.
+    async fn settled(
+        &self,
+        elsewhere: Option<&Store>,
+        from: Option<ClusterTime>,
+    ) -> Result<(ClusterTime, BTreeSet<String>)> {
+        let (mut first, mut last, mut except) = (None, None, BTreeSet::new());
         let mut next = from;
         let effects = || self.attached.iter().map(|one| one.counts.effects()).sum::<u64>();
         for _ in 0..self.context.plan.longest_chain().max(1) {
@@ -140,12 +181,15 @@ impl Whole {
                 Some(store) => self.have_applied(store, time, last).await?,
                 None => true,
             };
-            if is_now && quiet_elsewhere && effects() == before {
+            let is_last = is_now && quiet_elsewhere && effects() == before;
+            // Before the time of the next level is taken, which then covers what ends an exception until now.
+            except.append(&mut self.except(elsewhere, |state| *state != RuleState::Live).await?);
+            if is_last {
                 break;
             }
             last = Some(time);
         }
-        Ok(first.unwrap_or_default())
+        Ok((first.unwrap_or_default(), except))
     }
 
     /// The state of the partitions that other instances lead; None if there are none.
@@ -163,18 +207,27 @@ impl Whole {
     async fn have_applied(&self, store: &Store, time: ClusterTime, last: Option<ClusterTime>) -> Result<bool> {
         let (server, databases) = (self.context.server.unfenced(), self.context.plan.databases());
         // While nothing is written, a stream's position moves once in ten seconds.
-        store.nudge(&server).await?;
+        self.reads.nudge.get(Duration::ZERO, store.nudge(&server)).await?;
         // The position may be older than the last writes of a job that was open.
         let mut jobs = false;
-        let after = loop {
+        let of = Arc::downgrade(&self.context);
+        let read = async || {
             // The positions are read first: jobs for the events before them were recorded earlier.
-            let applied = store.applied(&server, &databases).await?.is_some_and(|applied| applied >= time);
-            let after = server.operation_time().await?;
-            let is_open = store.has_open_jobs(&server, &self.context.plan, after).await?;
-            if applied && !is_open {
-                break after;
+            let applied = store.applied(&server, &databases).await?;
+            let at = server.operation_time().await?;
+            let is_open = store.has_open_jobs(&server, &self.context.plan, at).await?;
+            Ok::<_, Error>(Elsewhere { context: of.clone(), ids: store.ids().to_vec(), applied, is_open, at })
+        };
+        let after = loop {
+            // Another request may have made it. One in which `time` is applied is from after `time`.
+            let mut found = self.reads.elsewhere.get(POLL_INTERVAL, read()).await?;
+            if found.ids != store.ids() || !found.context.ptr_eq(&of) {
+                found = read().await?;
             }
-            jobs |= is_open;
+            if found.applied.is_some_and(|applied| applied >= time) && !found.is_open {
+                break found.at;
+            }
+            jobs |= found.is_open;
             tokio::time::sleep(POLL_INTERVAL).await;
         };
         let Some(last) = last.filter(|_| !jobs) else { return Ok(false) };
@@ -197,7 +250,8 @@ impl Whole {
         // Dead letters and states are recorded before a change counts as applied, but shortly after a failover a majority read
         // without a time may miss them.
         let after = server.operation_time().await?;
-        except.extend(self.context.dead_letters.rules(&server, after).await?);
+        let dead_letters = self.context.dead_letters.rules(&server, after);
+        except.extend(self.reads.dead_letters.get(Duration::ZERO, dead_letters).await?);
         if let Some(store) = elsewhere {
             let reports = |rule: &&Arc<Rule>| rule.on_drift == OnDrift::Report;
             let may_drift = || plan.rules.iter().filter(reports).map(|rule| rule.name.clone()).collect();
