@@ -41,7 +41,7 @@ use denormd_engine::{
 };
 use denormd_model::{clock::wall_millis, partition::Partition, text::duration};
 use denormd_mongo::error::{Error, Kind, Result};
-use history::History;
+use history::{History, Lines};
 pub use lag::BEHIND;
 use lag::{Lags, Probes};
 pub use leadership::Leadership;
@@ -493,10 +493,10 @@ impl Board {
         self.metrics.expose()
     }
 
-    /// The history since a time in milliseconds since 1970, as JSON.
+    /// The history since a time in milliseconds since 1970.
     #[must_use]
-    pub fn history(&self, since: i64) -> serde_json::Value {
-        self.state().history.json(since)
+    pub fn history(&self, since: i64) -> Lines {
+        self.state().history.lines(since)
     }
 
     /// The status as of now.

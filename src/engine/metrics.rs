@@ -386,17 +386,16 @@ impl Metrics {
         self.recent_errors.lock().add(rule, doing, error.kind.policy().name, &error.message);
     }
 
-    /// The recent errors, newest first.
+    /// The recent errors, newest first, with their times by the server's clock.
     #[must_use]
     pub fn recent_errors(&self) -> Vec<RecentError> {
-        self.recent_errors.lock().recent()
+        self.errors_within(Duration::MAX)
     }
 
-    /// True if an error of one of these kinds occurred within `window`.
+    /// The errors of the last `window`, in the same way.
     #[must_use]
-    pub fn met(&self, kinds: &[Kind], window: Duration) -> bool {
-        let names: Vec<&str> = kinds.iter().map(|kind| kind.policy().name).collect();
-        self.recent_errors.lock().met(&names, window)
+    pub fn errors_within(&self, window: Duration) -> Vec<RecentError> {
+        self.recent_errors.lock().within(window, self.now())
     }
 
     /// Sets the gauges that follow from the state of the pipelines, and removes those of rules that no longer exist.

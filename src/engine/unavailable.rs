@@ -23,6 +23,9 @@ use denormd_model::rule_state::RuleState;
 use denormd_mongo::error::{Error, Kind, Result};
 use denormd_rules::plan::RuleId;
 
+/// The name of what an unavailable rule lacks among the recent errors.
+pub const UNAVAILABLE: &str = "unavailable";
+
 /// Interval between checks for unavailable rules.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// The first pause between two checks of a rule; each check doubles it.
@@ -115,7 +118,7 @@ async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Ins
                 store.resume_unavailable(&context.server, &rule.name, state.generation).await?;
             }
             Some(Finding { kind, message, .. }) => {
-                context.metrics.record_error(Some(&rule.name), "unavailable", &Error::new(kind, message));
+                context.metrics.record_error(Some(&rule.name), UNAVAILABLE, &Error::new(kind, message));
             }
         }
     }

@@ -167,7 +167,7 @@ pub(super) fn as_of(current: &Current) -> String {
 
 /// A note if nothing can be said about the whole deployment, because each instance knows only its own partitions.
 pub(super) fn unknown(status: &Status) -> Option<&'static str> {
-    let Partitions { of, led } = status.partitions.as_ref()?;
+    let Partitions { of, led, .. } = status.partitions.as_ref()?;
     let shared = u32::try_from(led.len()) != Ok(*of);
     shared.then_some("Current as of: not known while several instances share the partitions")
 }
@@ -184,7 +184,7 @@ pub(super) fn role(leadership: &Leadership) -> String {
 }
 
 /// The partitions that the process leads: ` of partitions 0, 2 of 4`.
-pub(super) fn led(Partitions { of, led }: &Partitions) -> String {
+pub(super) fn led(Partitions { of, led, .. }: &Partitions) -> String {
     let places: Vec<String> = led.iter().map(ToString::to_string).collect();
     match led.len() {
         0 => format!(" of none of {of} partitions"),

@@ -10,9 +10,10 @@ use denormd_engine::{
     metrics::{Cause, Metrics, RECONCILE, RecentError},
     pipeline::SAVE_POSITION,
     snapshot::Snapshot,
+    unavailable::UNAVAILABLE,
 };
 use denormd_model::{
-    clock::{millis, wall_millis},
+    clock::millis,
     rule_state::{BlockReason, RuleState},
 };
 use denormd_mongo::error::Kind;
@@ -102,9 +103,7 @@ fn of_the_instance(
     if state.majority_lag >= NO_MAJORITY {
         say(Cause::NoMajority, Vec::new(), None);
     }
-    if metrics.met(&[Kind::Privilege], RECENT)
-        || state.unanswered.as_ref().is_some_and(|(kind, _)| *kind == Kind::Privilege)
-    {
+    if met(metrics, &[Kind::Privilege]) || state.unanswered.as_ref().is_some_and(|(kind, _)| *kind == Kind::Privilege) {
         say(Cause::Privilege, rules_with_error(metrics, Kind::Privilege), None);
     }
     if !metrics.config_is_in_force() {
@@ -133,7 +132,7 @@ fn of_the_rules(
     if runs && interrupted && !no_primary && !full {
         say(Cause::StreamInterrupted, Vec::new());
     }
-    if metrics.met(&[Kind::NotReplicated], RECENT) {
+    if met(metrics, &[Kind::NotReplicated]) {
         say(Cause::NoMajority, rules_with_error(metrics, Kind::NotReplicated));
     }
     for (cause, rules) in of_rule_states(seen).into_iter().filter(|(_, rules)| !rules.is_empty()) {
@@ -190,7 +189,7 @@ fn of_late_rules(
     interrupted: bool,
 ) -> Vec<(Cause, Vec<String>)> {
     let is_silent = seen.last_write.is_none_or(|since| since.elapsed() > SLOW);
-    let slow = metrics.met(&[Kind::TimedOut, Kind::ReadTimedOut], RECENT) || state.history.write_seconds(metrics) > 1.0;
+    let slow = met(metrics, &[Kind::TimedOut, Kind::ReadTimedOut]) || state.history.write_seconds(metrics) > 1.0;
     let failing: Vec<String> = failing(metrics).into_iter().filter(|rule| behind.contains(rule)).collect();
     let mut causes = Vec::new();
     if !failing.is_empty() {
@@ -224,10 +223,14 @@ fn names(seen: &Snapshot, rules: &BTreeSet<usize>) -> Vec<String> {
     rules.iter().filter_map(|rule| seen.rules.get(*rule)).map(|rule| rule.name.clone()).collect()
 }
 
-/// The errors that count as current.
+/// The errors that count as current. What an unavailable rule lacks is its state, and stops no other rule.
 fn recent(metrics: &Metrics) -> impl Iterator<Item = RecentError> {
-    let from = wall_millis() - millis(RECENT);
-    metrics.recent_errors().into_iter().filter(move |line| line.last >= from)
+    metrics.errors_within(RECENT).into_iter().filter(|line| line.doing != UNAVAILABLE)
+}
+
+/// True if an error of one of these kinds counts as current.
+fn met(metrics: &Metrics, kinds: &[Kind]) -> bool {
+    recent(metrics).any(|line| kinds.iter().any(|kind| kind.policy().name == line.reason))
 }
 
 /// Rules with a recent error that is being retried.

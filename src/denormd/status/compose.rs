@@ -13,6 +13,7 @@ use super::{
     Board, State, View,
     causes::ActiveCause,
     currency::Claim,
+    history::Recent,
     lag::{BEHIND, millis, seconds},
     leadership::Leadership,
     report::{Backfill, CauseReport, Current, InstanceReport, Level, Partitions, Rule, SHADOW, Status, Stream},
@@ -46,6 +47,7 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
     let metrics = &board.metrics;
     let seen = view.snapshot.as_ref();
     let (events_per_second, targets_per_second) = state.history.rates(metrics, now);
+    let recent = state.history.recent(metrics);
     let streams = seen.into_iter().flat_map(|seen| &seen.streams).map(|stream| Stream {
         database: stream.database.clone(),
         reached: stream.reached.to_string(),
@@ -61,8 +63,11 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
         heard_seconds: None,
         plan: state.plan.clone(),
         instances: instances(&board.instance.id, state, view),
-        partitions: (state.partitions > 1)
-            .then(|| Partitions { of: state.partitions, led: state.attached.keys().copied().collect() }),
+        partitions: (state.partitions > 1).then(|| Partitions {
+            of: state.partitions,
+            led: state.attached.keys().copied().collect(),
+            unreported: Vec::new(),
+        }),
         started: board.started,
         now,
         level: Level::Ok,
@@ -76,10 +81,10 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
             .filter(|_| seen.is_some())
             .map(|claim| Current { as_of: claim.time.to_string(), except: except(state, &claim, seen) }),
         causes: causes(state, view, now),
-        rules: rules(metrics, state, view),
+        rules: rules(metrics, state, view, &recent),
         streams: streams.collect(),
         oplog: state.oplog.clone(),
-        propagation: state.history.propagation(metrics, None),
+        propagation: recent.propagation(None),
         queue_depth: seen.map_or(0, |seen| seen.depth),
         queue_capacity: seen.map_or(0, |seen| seen.capacity),
         events_per_second,
@@ -97,6 +102,7 @@ fn own(board: &Board, state: &State, view: &View, now: i64) -> Status {
 /// The leader's status on a standby: the figures of its last report, with lags that have grown since.
 fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
     let told = (*report.status).clone();
+    let partitions = own.partitions.map(|own| Partitions { unreported: told.not_led(), ..own });
     // The claim is about the rules that the leader had when it reported. Since an earlier term, others may have led.
     let is_present = match (&told.leadership, &own.leadership) {
         (Leadership::Leader { term }, Leadership::Standby { leaders }) => {
@@ -114,7 +120,7 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
     );
     let grown = |rule: Rule| {
         let lag = view.lags.rules.iter().find(|lag| lag.name == rule.name);
-        let lag_seconds = rule.lag_seconds.and(lag.map(|lag| lag.own));
+        let lag_seconds = lag.filter(|lag| lag.is_known).map(|lag| lag.own);
         let behind = lag_seconds.filter(|lag| *lag >= BEHIND);
         Rule {
             lag_seconds,
@@ -135,7 +141,7 @@ fn passed_on(own: Status, report: &Report, view: &View, now: i64) -> Status {
         canary_age_seconds: told.canary_age_seconds.map(|age| age + silence),
         plan: own.plan,
         instances: own.instances,
-        partitions: own.partitions,
+        partitions,
         started: own.started,
         now,
         lag_seconds: view.lags.overall,
@@ -205,9 +211,9 @@ fn causes(state: &State, view: &View, now: i64) -> Vec<CauseReport> {
     view.causes.iter().map(report).collect()
 }
 
-fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
+fn rules(metrics: &Metrics, state: &State, view: &View, recent: &Recent<'_>) -> Vec<Rule> {
     let Some(seen) = &view.snapshot else { return Vec::new() };
-    let (_, changed) = metrics.totals();
+    let changed: BTreeMap<String, u64> = metrics.totals().1.into_iter().collect();
     let drift = metrics.drift();
     let rules = seen.rules.iter().enumerate().zip(&view.lags.rules).map(|((nth, facts), lag)| {
         let (drift_found, drift_repaired) = drift.get(&facts.name).copied().unwrap_or_default();
@@ -229,8 +235,8 @@ fn rules(metrics: &Metrics, state: &State, view: &View) -> Vec<Rule> {
                 _ => Backfill::None,
             },
             degraded: seen.degraded.contains(&nth),
-            propagation: state.history.propagation(metrics, Some(&facts.name)),
-            targets_changed: changed.iter().find(|(name, _)| *name == facts.name).map_or(0, |(_, count)| *count),
+            propagation: recent.propagation(Some(&facts.name)),
+            targets_changed: changed.get(&facts.name).copied().unwrap_or_default(),
             drift_found,
             drift_repaired,
             dead_letters: reasons.values().sum(),

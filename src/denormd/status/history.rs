@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use serde::Serialize;
+
 use denormd_engine::metrics::Metrics;
 use denormd_model::distribution::ratio;
 
@@ -83,7 +85,11 @@ impl Totals {
 
     fn since(&self, before: &Self, rule: Option<&str>) -> Percentiles {
         let mut sum = vec![0_u64; Metrics::bounds().len() + 1];
-        for (name, counts) in self.propagation.iter().filter(|(name, _)| rule.is_none_or(|rule| rule == *name)) {
+        let chosen: Vec<(&String, &Vec<u64>)> = match rule {
+            Some(rule) => self.propagation.get_key_value(rule).into_iter().collect(),
+            None => self.propagation.iter().collect(),
+        };
+        for (name, counts) in chosen {
             let known = before.propagation.get(name);
             for (nth, count) in counts.iter().enumerate() {
                 let earlier = known.and_then(|known| known.get(nth)).copied().unwrap_or_default();
@@ -92,6 +98,35 @@ impl Totals {
         }
         percentiles(&sum)
     }
+}
+
+/// What has happened in the last five minutes.
+#[derive(Debug)]
+pub struct Recent<'a> {
+    now: Totals,
+    before: Option<&'a Totals>,
+}
+
+impl Recent<'_> {
+    /// Propagation, of one rule or of all.
+    pub fn propagation(&self, rule: Option<&str>) -> Percentiles {
+        self.before.map(|before| self.now.since(before, rule)).unwrap_or_default()
+    }
+}
+
+/// The points for the page. Each list has a value for each point; one that is not known is null.
+#[derive(Debug, Serialize)]
+pub struct Lines {
+    step_seconds: i64,
+    /// The starts of the points, in milliseconds since 1970.
+    times: Vec<i64>,
+    lag: Vec<f64>,
+    /// The lag of each rule.
+    rules: BTreeMap<String, Vec<Option<f64>>>,
+    events_per_second: Vec<f64>,
+    targets_per_second: Vec<f64>,
+    p50: Vec<Option<f64>>,
+    p99: Vec<Option<f64>>,
 }
 
 impl History {
@@ -135,10 +170,9 @@ impl History {
         }
     }
 
-    /// Propagation of the last five minutes, of one rule or of all.
-    pub fn propagation(&self, metrics: &Metrics, rule: Option<&str>) -> Percentiles {
-        let now = Totals::now(metrics, 0);
-        self.totals.front().map(|before| now.since(before, rule)).unwrap_or_default()
+    /// The last five minutes.
+    pub fn recent(&self, metrics: &Metrics) -> Recent<'_> {
+        Recent { now: Totals::now(metrics, 0), before: self.totals.front() }
     }
 
     /// Events and changed targets a second, in the last ten to twenty seconds.
@@ -177,25 +211,31 @@ impl History {
         (to - from >= 15_000 && rate > 0.1).then(|| (after / rate).max(0.0))
     }
 
-    /// The points since `since`, for the page. A lag or a percentile that is not known is null.
-    pub fn json(&self, since: i64) -> serde_json::Value {
+    /// The points since `since`, in milliseconds since 1970.
+    pub fn lines(&self, since: i64) -> Lines {
         let points: Vec<&Point> = self.points.iter().filter(|point| point.at > since).collect();
         let of = |value: fn(&Point) -> f64| points.iter().map(|point| rounded(value(point))).collect::<Vec<_>>();
-        let names = points.iter().flat_map(|point| point.rules.keys()).chain(&self.rules);
-        let lags = |name: &String| -> Vec<Option<f64>> {
-            points.iter().map(|point| point.rules.get(name).copied().unwrap_or(Some(0.0)).map(rounded)).collect()
-        };
-        let rules: BTreeMap<&str, Vec<Option<f64>>> = names.map(|name| (name.as_str(), lags(name))).collect();
-        serde_json::json!({
-            "step_seconds": STEP / 1000,
-            "times": points.iter().map(|point| point.at).collect::<Vec<_>>(),
-            "lag": of(|p| p.lag),
-            "rules": rules,
-            "events_per_second": of(|p| p.events_rate),
-            "targets_per_second": of(|p| p.targets_rate),
-            "p50": points.iter().map(|point| point.propagation.p50).collect::<Vec<_>>(),
-            "p99": points.iter().map(|point| point.propagation.p99).collect::<Vec<_>>(),
-        })
+        let idle = vec![Some(0.0); points.len()];
+        let mut rules: BTreeMap<String, _> = self.rules.iter().map(|name| (name.clone(), idle.clone())).collect();
+        for (nth, point) in points.iter().enumerate() {
+            for (name, lag) in &point.rules {
+                // An entry would copy the name each time.
+                match rules.get_mut(name) {
+                    Some(line) => line[nth] = lag.map(rounded),
+                    None => rules.entry(name.clone()).or_insert(idle.clone())[nth] = lag.map(rounded),
+                }
+            }
+        }
+        Lines {
+            step_seconds: STEP / 1000,
+            times: points.iter().map(|point| point.at).collect(),
+            lag: of(|p| p.lag),
+            rules,
+            events_per_second: of(|p| p.events_rate),
+            targets_per_second: of(|p| p.targets_rate),
+            p50: points.iter().map(|point| point.propagation.p50).collect(),
+            p99: points.iter().map(|point| point.propagation.p99).collect(),
+        }
     }
 }
 
@@ -263,7 +303,7 @@ mod tests {
         for now in [0, STEP] {
             history.sample(&metrics, &lags, now);
         }
-        let json = history.json(-1);
+        let json = serde_json::to_value(history.lines(-1)).unwrap();
         assert_eq!(json["rules"], serde_json::json!({"idle": [0.0], "late": [7.0], "paused": [null]}));
         assert_eq!(json["p99"], serde_json::json!([null]));
     }

@@ -134,6 +134,9 @@ pub struct Partitions {
     pub of: u32,
     /// The places of the partitions that this process leads, from 0.
     pub led: Vec<u32>,
+    /// On a standby: the places of those that no leader has reported to run. What they lack is not known.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unreported: Vec<u32>,
 }
 
 /// A claim: every change that was committed by a cluster time is in the copies.
@@ -388,6 +391,13 @@ impl Status {
         self.leadership.leads() || self.leadership.has_leader() && is_heard()
     }
 
+    /// The places of the partitions that the leaders of this report do not run.
+    #[must_use]
+    pub fn not_led(&self) -> Vec<u32> {
+        let Some(Partitions { of, led, .. }) = &self.partitions else { return Vec::new() };
+        (0..*of).filter(|place| !led.contains(place)).collect()
+    }
+
     /// A number of dead letters as text; `-` if it is not known.
     #[must_use]
     pub fn dead_letters_text(&self, count: u64) -> String {
@@ -404,6 +414,10 @@ impl Status {
             }
         }
         let causes = joined_causes(self.causes, other.causes);
+        let mut partitions = self.partitions;
+        if let (Some(all), Some(more)) = (&mut partitions, other.partitions) {
+            all.led.extend(more.led);
+        }
         let (oplog, risk) = if other.oplog.margin() < self.oplog.margin() {
             (other.oplog, other.risk)
         } else {
@@ -412,6 +426,7 @@ impl Status {
         Self {
             rules,
             causes,
+            partitions,
             oplog,
             risk,
             propagation: self.propagation.joined(&other.propagation),

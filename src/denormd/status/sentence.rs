@@ -5,7 +5,7 @@ use denormd_engine::metrics::Cause;
 use super::{
     lag::{BEHIND, seconds},
     leadership::Leadership,
-    report::{CauseReport, Rule, SHADOW, Status},
+    report::{CauseReport, Partitions, Rule, SHADOW, Status},
 };
 use denormd_model::text::duration;
 
@@ -38,7 +38,7 @@ pub fn summary(status: &Status) -> String {
     sentences.extend(in_shadow(status));
     let lag = lag(status);
     let partly = of_partitions(status).filter(|_| lag.is_some());
-    sentences.extend(lag.into_iter().chain(partly));
+    sentences.extend(unreported(status).into_iter().chain(lag).chain(partly));
     if sentences.is_empty() {
         let is_idle = status.rules.is_empty();
         return if is_idle { "Leading: the config has no rules." } else { "Leading: the lag is not known yet." }
@@ -66,6 +66,15 @@ fn of_partitions(status: &Status) -> Option<String> {
     let led = u32::try_from(partitions.led.len()).ok()?;
     let is_partial = matches!(status.leadership, Leadership::Leader { .. }) && led < partitions.of;
     is_partial.then(|| format!("This holds for the {led} of {} partitions that this instance leads.", partitions.of))
+}
+
+/// The partitions of which a standby knows nothing.
+fn unreported(status: &Status) -> Option<String> {
+    let Partitions { of, unreported, .. } = status.partitions.as_ref()?;
+    let places: Vec<String> = unreported.iter().map(u32::to_string).collect();
+    let (word, run) = if places.len() == 1 { ("Partition", "is") } else { ("Partitions", "are") };
+    (!places.is_empty())
+        .then(|| format!("{word} {} of {of} {run} not reported to run: the lag is not known.", places.join(", ")))
 }
 
 fn cause(status: &Status, cause: Cause) -> Option<&CauseReport> {
@@ -170,7 +179,10 @@ mod tests {
     use denormd_engine::deployment::lease::Holder;
 
     use super::{
-        super::report::{Oplog, Partitions},
+        super::{
+            report::Oplog,
+            shared::{Report, Shared},
+        },
         *,
     };
 
@@ -203,9 +215,36 @@ mod tests {
     fn a_leader_of_some_partitions_does_not_speak_for_the_others() {
         let mut status = status();
         status.causes.clear();
-        status.partitions = Some(Partitions { of: 4, led: vec![0, 2] });
+        status.partitions = Some(Partitions { of: 4, led: vec![0, 2], unreported: Vec::new() });
         let summary = summary(&status);
         assert!(summary.ends_with("This holds for the 2 of 4 partitions that this instance leads."), "{summary}");
+    }
+
+    /// While one partition had no leader yet, a standby said that every change was applied.
+    #[test]
+    fn leaders_of_some_partitions_do_not_vouch_for_the_others() {
+        let leader = |places: &[u32]| Status {
+            partitions: Some(Partitions { of: 3, led: places.to_vec(), unreported: Vec::new() }),
+            ..all_live()
+        };
+        let lags = |status: Status| {
+            let report = Some(Report { at: 0, status: Box::new(status) });
+            Shared { report, ..Shared::default() }.lags(0)
+        };
+        let whole = leader(&[0]).joined(leader(&[2, 1]));
+        assert_eq!((whole.not_led(), lags(whole).overall), (vec![], Some(0.0)));
+        let partly = leader(&[0]).joined(leader(&[2]));
+        assert_eq!(partly.not_led(), [1]);
+        let lags = lags(partly);
+        assert_eq!(lags.overall, None);
+        assert!(lags.rules.iter().all(|rule| !rule.is_known && rule.chain.is_none()));
+        let standby = Status {
+            lag_seconds: None,
+            partitions: Some(Partitions { of: 3, led: vec![], unreported: vec![1] }),
+            ..all_live()
+        };
+        let summary = summary(&standby);
+        assert!(summary.contains("Partition 1 of 3 is not reported to run: the lag is not known."), "{summary}");
     }
 
     /// A standby's risk was once that of the first leader, while another one was about to lose its position.

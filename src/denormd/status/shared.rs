@@ -68,19 +68,22 @@ impl Report {
 }
 
 impl Shared {
-    /// The reported lags. Later changes are not known, so the lags grow with the report's age.
+    /// The reported lags. Later changes are not known, so the lags grow with the report's age. While a partition is not led, no
+    /// lag is known.
     pub fn lags(&self, now: i64) -> Lags {
         let Some(report) = &self.report else { return Lags::default() };
         let (status, silence) = (&report.status, report.silence(now));
         let since = if silence > RHYTHM { seconds(silence) } else { 0.0 };
+        let is_whole = status.not_led().is_empty();
+        let grown = |lag: Option<f64>| lag.filter(|_| is_whole).map(|lag| lag + since);
         let rules = status.rules.iter().map(|rule| RuleLag {
             name: rule.name.clone(),
             own: rule.lag_seconds.unwrap_or_default() + since,
-            chain: rule.chain_lag_seconds.map(|lag| lag + since),
-            is_known: rule.lag_seconds.is_some(),
+            chain: grown(rule.chain_lag_seconds),
+            is_known: is_whole && rule.lag_seconds.is_some(),
         });
         Lags {
-            overall: status.lag_seconds.map(|lag| lag + since),
+            overall: grown(status.lag_seconds),
             rules: rules.collect(),
             unread: since,
             checkpoint: status.checkpoint_age_seconds,

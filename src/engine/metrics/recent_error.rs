@@ -3,8 +3,9 @@
 use std::{collections::VecDeque, time::Duration};
 
 use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 
-use denormd_model::clock::{millis, wall_millis};
+use denormd_model::clock::millis;
 
 /// Maximum number of entries.
 const KEPT: usize = 50;
@@ -28,20 +29,32 @@ pub struct RecentError {
     pub message: String,
 }
 
+/// An error, with its times as this process measures them: the machine's clock may be set while it runs.
+#[derive(Debug)]
+struct Line {
+    first: Instant,
+    last: Instant,
+    count: u64,
+    rule: Option<String>,
+    doing: String,
+    reason: String,
+    message: String,
+}
+
 /// A bounded list, with the most recent error at the back.
 #[derive(Debug, Default)]
 pub(super) struct RecentErrors {
-    lines: VecDeque<RecentError>,
+    lines: VecDeque<Line>,
 }
 
 impl RecentErrors {
     pub fn add(&mut self, rule: Option<&str>, doing: &str, reason: &str, message: &str) {
-        let now = wall_millis();
-        let same = |line: &RecentError| line.rule.as_deref() == rule && line.doing == doing && line.message == message;
+        let now = Instant::now();
+        let same = |line: &Line| line.rule.as_deref() == rule && line.doing == doing && line.message == message;
         let known = self.lines.iter().position(same).and_then(|at| self.lines.remove(at));
         let line = match known {
-            Some(line) => RecentError { last: now, count: line.count + 1, ..line },
-            None => RecentError {
+            Some(line) => Line { last: now, count: line.count + 1, ..line },
+            None => Line {
                 first: now,
                 last: now,
                 count: 1,
@@ -57,13 +70,20 @@ impl RecentErrors {
         }
     }
 
-    pub fn recent(&self) -> Vec<RecentError> {
-        self.lines.iter().rev().cloned().collect()
-    }
-
-    pub fn met(&self, reasons: &[&str], window: Duration) -> bool {
-        let from = wall_millis() - millis(window);
-        self.lines.iter().rev().take_while(|line| line.last >= from).any(|line| reasons.contains(&line.reason.as_str()))
+    /// The errors of the last `window`, newest first. `now` is the time in milliseconds since 1970.
+    pub fn within(&self, window: Duration, now: i64) -> Vec<RecentError> {
+        let at = |instant: Instant| now - millis(instant.elapsed());
+        let found = self.lines.iter().rev().take_while(|line| line.last.elapsed() <= window);
+        let error = |line: &Line| RecentError {
+            first: at(line.first),
+            last: at(line.last),
+            count: line.count,
+            rule: line.rule.clone(),
+            doing: line.doing.clone(),
+            reason: line.reason.clone(),
+            message: line.message.clone(),
+        };
+        found.map(error).collect()
     }
 }
 
@@ -78,10 +98,11 @@ mod tests {
             recent_errors.add(None, "read", "connection", &format!("no. {nth}"));
             recent_errors.add(Some("r"), "write", "refused", "always the same");
         }
-        let recent = recent_errors.recent();
+        let recent = recent_errors.within(Duration::MAX, 1_000_000);
         assert_eq!(recent.len(), KEPT);
         assert_eq!((recent[0].count, recent[0].rule.as_deref()), (55, Some("r")));
-        assert!(recent_errors.met(&["refused"], Duration::from_secs(5)));
-        assert!(!recent_errors.met(&["privilege"], Duration::from_secs(5)));
+        assert!(recent[0].first <= recent[0].last && recent[0].last <= 1_000_000, "by the clock of the caller");
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(recent_errors.within(Duration::from_millis(1), 0).is_empty());
     }
 }
