@@ -1124,6 +1124,39 @@ fn filters_that_exclude_each_other_break_a_circle() {
         let said = refusal(&two(one, other));
         assert!(said.contains("already owned by rule `one`"), "{said}");
     }
+    // The filters of such rules demand that `items` is no array, and their statements that it is one.
+    let elements = |name: &str, kind: &str| {
+        format!(
+            "\n  - {{ name: {name}, copy: {{ source: {name}s, target: {{ collection: feeds, where: {{ items.kind: {kind} }} }}, match: {{ 'items.$[].ref': _id }}, set: {{ 'items.$[].title': $v }} }} }}"
+        )
+    };
+    let said = refusal(&(elements("one", "post") + &elements("two", "page")));
+    assert!(said.contains("already owned by rule `one`"), "{said}");
+}
+
+/// A query compares with texts, and takes `$[]` for the name of a field: such rules matched nothing, without a word.
+#[test]
+fn a_filter_that_is_written_like_an_expression_is_refused() {
+    let of = |filter: &str| {
+        format!(
+            "  - {{ name: r, copy: {{ source: {{ collection: s, where: {filter} }}, target: t, match: {{ ref: _id }}, set: {{ a: $a }} }} }}"
+        )
+    };
+    for (filter, said) in [
+        ("{ ts: { $gt: $$target.ls } }", "`$$target.ls` is an expression"),
+        ("{ $or: [{ ts: $$NOW }] }", "`$$NOW` is an expression"),
+        ("{ parts: { $elemMatch: { at: { $lt: $$ROOT.at } } } }", "`$$ROOT.at` is an expression"),
+        ("{ 'parts.$[].qty': 1 }", "write `parts.qty`"),
+        ("{ 'lines[].x': 1 }", "write `lines.x`"),
+        ("{ $and: [{ 'lines.$.x': 1 }] }", "write `lines.x`"),
+        ("{ parts: { $elemMatch: { 'of.$[].x': 1 } } }", "write `of.x`"),
+    ] {
+        let text = refusal(&of(filter));
+        assert!(text.contains(said), "{filter}: {text}");
+    }
+    for filter in ["{ price: $5 }", "{ note: $$$ }", "{ 'parts.0.qty': 1 }", "{ a: { $in: [$b, $$x] } }"] {
+        accepted(&of(filter));
+    }
 }
 
 /// Because of a circle elsewhere, these two rules demanded that `tags` is no array, and copied nothing.

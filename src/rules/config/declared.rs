@@ -167,7 +167,7 @@ section! {
         "write_timeout_seconds" write_timeout: Duration = 5, Form::Seconds(1),
             "The time limit of one write command on the server. A target that takes longer, alone in its statement, becomes a dead letter after five attempts.";
         "destroy_grace_seconds" destroy_grace: Duration = 10, Form::Seconds(0),
-            "The grace period of `on_missing: remove` and `delete`: they read again at its end, before they remove anything. Each new target with the same reference begins it again, up to six times as long.";
+            "The grace period of `on_missing: remove` and `delete`: they read again at its end, before they remove anything. Each new target with the same reference restarts the period, up to six times its length in all.";
         "destroy_per_hour" destroy_per_hour: Option<usize>, Form::Count,
             "The removal limit: the number of targets of one rule that may lose a value within an hour because their source is missing. The rule is blocked before it exceeds the limit. By default the larger of 1,000 and a tenth of the rule's targets.";
         "audit_per_second" audit_per_second: usize = 200, Form::Count,
@@ -181,7 +181,7 @@ section! {
     /// `lease`: the election of a leader among the instances of a deployment.
     Lease, LEASE {
         "ttl_seconds" ttl: Duration = 10, Form::Seconds(2),
-            "The lifetime of a lease after its last renewal: 2 to 86400 seconds. Another instance takes over one second later. A write command may run for at most half of this time.";
+            "The lifetime of a lease after its last renewal: 2 to 86400 seconds. Another instance takes over one second after the lease has expired. A write command may run for at most half of this time.";
         "partitions" partitions: u32 = 1, Form::Count,
             "Partitions of the keys, at most 64. Each has a leader of its own, and the instances share them. The same for all instances.";
     }

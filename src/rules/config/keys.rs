@@ -110,7 +110,7 @@ pub const LOG: &[Key] = &[
         "filter",
         Form::Text,
         "info",
-        "A filter in the syntax of RUST_LOG: `info`, `denormd=debug`. A filter that cannot be read counts as `info`. The variable RUST_LOG itself is not read.",
+        "A filter in the syntax of RUST_LOG: `info`, or `info,denormd=debug`. The levels are `off`, `error`, `warn`, `info`, `debug` and `trace`. The variable RUST_LOG itself is not read.",
     ),
     key(
         "format",
@@ -298,7 +298,7 @@ pub const COPY: &[Key] = &[
         "otherwise",
         Form::Set,
         "",
-        "Instead of `on_missing`: target path: expression over `$$target` and `$$targetElement` alone, for a target, or an element, whose reference is null, dangles or is an array. Paths of `set` that it leaves out are removed.",
+        "Instead of `on_missing`: target path: expression over `$$target` and `$$targetElement` alone, for a target, or an element, whose reference is null, missing or an array, or finds no source. Paths of `set` that it leaves out are removed.",
     ),
     KEY_TYPE,
     key(

@@ -133,7 +133,7 @@ pub fn reference() -> String {
     table(&mut out, DATE_TRUNC);
     out.push_str(
         "\n## What combines\n\n\
-         Constructs of one rule, by its kind and by each other. Keys that are not in the table go with all of them; \
+         This table shows which constructs a rule of each kind may have, and which of them can be combined. Keys that are not in the table can be combined with all of them; \
          backfill, live changes, guard, audit, `check`, `explain`, `plan`, `test`, `prune`, partitions, fan-out jobs and dead letters do too. \
          The removal limit covers the rules that lose a value or a document when a source goes: `copy`, and `aggregate` with `create`. \
          *Paths in the target's elements* are those with the `$[]` of `match`; with *arrays on both sides*, the paths lie beside the target's array.\n\n",

@@ -13,7 +13,7 @@ use super::{
     file,
     key::Key,
     keys,
-    reader::{Field, Fields, Reader},
+    reader::{Field, Fields, Reader, list, nearest},
     sections::{Advise, Config, Http, Lease, Limits, Log, LogFormat, Mongodb, State, Undo},
     sources::Sources,
     tree::Node,
@@ -37,6 +37,12 @@ impl Reader {
         let http = self.http(&root, sources);
         let log = self.log(&root);
         let state = self.declared(&root, "state", keys::STATE, State::read);
+        // What is in `local` is not replicated: after a failover, two instances could lead.
+        if ["admin", "config", "local"].contains(&state.database.as_str()) {
+            let message = format!("`{}` is a database of the server's own", state.database);
+            let mistake = Mistake::new(root.at.key("state").key("database"), message);
+            self.mistake(mistake.hint("write another name, such as denormd"));
+        }
         let limits = self.declared(&root, "limits", keys::LIMITS, Limits::read);
         let lease = self.declared(&root, "lease", keys::LEASE, Lease::read);
         let undo = self.declared(&root, "undo", keys::UNDO, Undo::read);
@@ -225,12 +231,31 @@ impl Reader {
 
     fn log(&mut self, root: &Fields<'_>) -> Log {
         let Some(section) = self.section(root, "log", &keys::names(keys::LOG)) else { return Log::default() };
-        let filter = section.get("filter").and_then(|field| self.text(&field));
+        let filter = section.get("filter").and_then(|field| self.log_filter(&field));
         let format = section.get("format").and_then(|field| {
             self.choice(&field, &[("auto", LogFormat::Auto), ("text", LogFormat::Text), ("json", LogFormat::Json)])
         });
         let otlp = section.get("otlp").and_then(|field| self.collector(&field));
         Log { filter: filter.unwrap_or_else(|| DEFAULT_FILTER.to_owned()), format: format.unwrap_or_default(), otlp }
+    }
+
+    /// A word that is no level would count as a target, and switch off everything else.
+    fn log_filter(&mut self, field: &Field<'_>) -> Option<String> {
+        const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+        let text = self.text(field)?;
+        let level = |part: &str| part.rsplit_once('=').map_or(part, |(_, level)| level).trim().to_ascii_lowercase();
+        // In brackets are the fields of a span.
+        let parts = text.split(',').filter(|part| !part.contains(['[', ']', '{', '}']));
+        let Some(unknown) = parts.map(level).find(|level| !LEVELS.contains(&level.as_str())) else {
+            return Some(text);
+        };
+        let message = format!("`{unknown}` is not a level of the log: {}", list(&LEVELS));
+        let mistake = Mistake::new(field.at.clone(), message);
+        self.mistake(match nearest(&unknown, &LEVELS) {
+            Some(near) => mistake.hint(format!("did you mean `{near}`?")),
+            None => mistake.hint("write LEVEL, or TARGET=LEVEL for a part of the log, as in `info,mongodb=debug`"),
+        });
+        None
     }
 
     fn collector(&mut self, field: &Field<'_>) -> Option<String> {

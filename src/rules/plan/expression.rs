@@ -245,6 +245,7 @@ fn read_filter(query: &Document, reads: &mut Reads) -> Result<(), Refusal> {
                 ));
             }
             path => {
+                queried(path)?;
                 reads.add_text(path);
                 inside_filter(value)?;
             }
@@ -253,13 +254,39 @@ fn read_filter(query: &Document, reads: &mut Reads) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// Refuses a path that a query document would take for the name of a field.
+fn queried(path: &str) -> Result<(), Refusal> {
+    if !path.split('.').any(|part| part == "$" || part.ends_with("[]")) {
+        return Ok(());
+    }
+    let names = path.split('.').map(|part| part.trim_end_matches("[]").trim_end_matches('$'));
+    let plain = names.filter(|name| !name.is_empty()).collect::<Vec<_>>().join(".");
+    let hint = format!(
+        "a query looks into arrays by itself: write `{plain}`, or use `$elemMatch` for several fields of one element"
+    );
+    Err(Refusal::new(format!("`{path}` cannot be a path in `where`"), &hint))
+}
+
+/// The variables that an expression may use.
+const VARIABLES: [&str; 6] = ["$$target", "$$targetElement", "$$element", "$$ROOT", "$$CURRENT", "$$NOW"];
+
 fn inside_filter(value: &Bson) -> Result<(), Refusal> {
     let doc = match value {
         Bson::Document(doc) => doc,
         Bson::Array(items) => return items.iter().try_for_each(inside_filter),
+        // The server would compare with the text.
+        Bson::String(text) if VARIABLES.contains(&text.split('.').next().unwrap_or_default()) => {
+            return Err(Refusal::new(
+                format!("`{text}` is an expression, and `where` compares with it as a text"),
+                "compare by an expression: where: { $expr: { $gt: [$ts, $$target.ls] } }",
+            ));
+        }
         _ => return Ok(()),
     };
     for (name, value) in doc {
+        if !name.starts_with('$') {
+            queried(name)?;
+        }
         // The server would compare with the document.
         if let Some(refusal) = malformed(name) {
             return Err(refusal);

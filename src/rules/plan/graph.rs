@@ -159,21 +159,33 @@ fn exclusions(rules: &[Arc<Rule>], from: usize, to: usize) -> Option<Vec<Exclusi
         if from == to && role == Role::Target {
             return None;
         }
-        let path = exclusive_path(rules, &writer.target, reader.side(role))?;
+        let path = exclusive_path(rules, [writer, reader], &writer.target, reader.side(role))?;
         out.push(Exclusion { rule: from, role: Role::Target, path: path.clone() });
         out.push(Exclusion { rule: to, role, path });
     }
     Some(out)
 }
 
-/// A path on which the filters of two sides demand different values, and which no rule writes.
-fn exclusive_path(rules: &[Arc<Rule>], one: &Side, other: &Side) -> Option<String> {
+/// A path on which the filters of two sides of a `pair` of rules demand different values, and which no rule writes. No path in
+/// an array whose elements one of the two reads or writes: there is no array on an exclusive path.
+fn exclusive_path(rules: &[Arc<Rule>], pair: [&Rule; 2], one: &Side, other: &Side) -> Option<String> {
     let excluding = excluding_paths(one.filter.as_ref()?, other.filter.as_ref()?);
     let is_owned = |path: &FieldPath| {
         let here = rules.iter().filter(|rule| rule.target.namespace == one.namespace);
         here.flat_map(|rule| rule.owned()).any(|owned| owned.overlaps_loosely(path))
     };
-    excluding.into_iter().find(|path| FieldPath::parse(path).is_ok_and(|path| !is_owned(&path)))
+    let paths = pair.into_iter().flat_map(|rule| {
+        let keys = [Role::Source, Role::Target].into_iter().flat_map(|role| rule.reference.paths(role));
+        keys.chain(rule.owned()).map(ToString::to_string)
+    });
+    let arrays: Vec<String> =
+        paths.filter_map(|path| path.split_once(".$[]").map(|(array, _)| array.to_owned())).collect();
+    let is_inside = |path: &str| {
+        arrays
+            .iter()
+            .any(|array| path.strip_prefix(array.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+    };
+    excluding.into_iter().find(|path| !is_inside(path) && FieldPath::parse(path).is_ok_and(|path| !is_owned(&path)))
 }
 
 /// True if it is certain that no document matches both filters.
@@ -275,7 +287,7 @@ fn collisions(rules: &[Arc<Rule>], exclusive: &mut Vec<Exclusion>) -> Vec<Mistak
             for path in rule.owned() {
                 if let Some(theirs) = other.owned().into_iter().find(|theirs| theirs.overlaps_loosely(path)) {
                     if theirs == path
-                        && let Some(path) = exclusive_path(rules, &rule.target, &other.target)
+                        && let Some(path) = exclusive_path(rules, [rule, other], &rule.target, &other.target)
                     {
                         let role = Role::Target;
                         exclusive.push(Exclusion { rule: nth, role, path: path.clone() });

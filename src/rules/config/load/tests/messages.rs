@@ -57,6 +57,24 @@ fn a_variable_of_the_environment_is_a_place_too() {
             "environment variable DENORMD__STATE__DATABASE: expected text, found an empty string",
         ),
         (
+            "DENORMD__STATE__DATABASE",
+            "local",
+            "environment variable DENORMD__STATE__DATABASE: `local` is a database of the server's own\n   hint: write another \
+             name, such as denormd",
+        ),
+        (
+            "DENORMD__LOG__FILTER",
+            "warning",
+            "environment variable DENORMD__LOG__FILTER: `warning` is not a level of the log: `off`, `error`, `warn`, `info`, \
+             `debug`, `trace`\n   hint: did you mean `warn`?",
+        ),
+        (
+            "DENORMD__LOG__FILTER",
+            "info,mongodb",
+            "environment variable DENORMD__LOG__FILTER: `mongodb` is not a level of the log: `off`, `error`, `warn`, `info`, \
+             `debug`, `trace`\n   hint: write LEVEL, or TARGET=LEVEL for a part of the log, as in `info,mongodb=debug`",
+        ),
+        (
             "DENORMD__MONGODB",
             "mongodb://u:hunter2@h",
             "environment variable DENORMD__MONGODB: the variable stands for no setting\n   hint: known variables: \
