@@ -401,7 +401,10 @@ deployment owns the fields.")]
   denormd backfill --config shop.yaml --rule part-names   one
 
 Returns when the backfill is done. The leader does the work, and interrupting this command does not stop the backfill.
-Without a leader, this command does the work itself; if it is interrupted, the next leader resumes the backfill.")]
+Without a leader, this command does the work itself; if it is interrupted, the next leader resumes the backfill.
+
+Exit status: 0 all targets are up to date, 1 failed, or some targets became dead letters, 2 usage or config error, 4 the state of a
+rule does not allow it.")]
     Backfill {
         /// Rules to backfill; all of them by default.
         #[arg(long)]
@@ -420,7 +423,10 @@ Examples:
 A rule is blocked, and its values stay as they are, when its source collection is gone, when more targets would have lost
 their values than limits.destroy_per_hour allows, or when its first backfill would change existing data. `denormd status`
 shows the reason and the figures. This command prints them too, and agrees at once, without asking: the rule is
-backfilled, and a source that does not exist counts as empty. The agreement is for this definition of the rule."
+backfilled, and a source that does not exist counts as empty. The agreement is for this definition of the rule.
+
+Exit status: 0 all targets are up to date, or the rule was not blocked, 1 failed, or some targets became dead letters, 2 usage or
+config error, 4 the state of the rule does not allow it."
     )]
     Unblock {
         /// The rule's name.

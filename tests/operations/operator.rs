@@ -300,7 +300,8 @@ async fn a_backfill_names_its_dead_letters_and_they_leave_with_their_rule() {
     db.collection::<Document>("hosts").update_many(doc! {}, doc! {"$set": {"b": 0}}).await.unwrap();
     running.until("dead letters", |status| status.dead_letters == 3).await;
     let (code, told, error) = running.command(&["backfill", "--rule", "share"]);
-    assert_eq!(code, Some(0), "{error}");
+    assert_eq!(code, Some(1), "{error}");
+    assert!(error.contains("rules with dead letters: share\n  hint: `denormd dead-letters list`"), "{error}");
     assert!(told.ends_with("\nshare: done, 3 targets, dead letters: 3\n"), "{told}");
     assert!(running.log().contains("backfill done, with dead letters"), "{}", running.log());
     let told = until("the timeline has all backfills", async || {

@@ -79,7 +79,7 @@ pub async fn backfill(
     }
     let done = with_a_leader(loaded, &context, wait(&store, &context, rules)).await?;
     print_as(output, || text(&done), || serde_json::Value::Array(done.iter().map(Done::json).collect()));
-    Ok(())
+    complete(&done)
 }
 
 /// A rule whose backfill is done, with the number of its targets if known.
@@ -105,6 +105,17 @@ pub(super) fn text(done: &[Done]) -> String {
         format!("{rule}: done{targets}{dead_letters}\n")
     };
     done.iter().map(line).collect()
+}
+
+/// Fails if some targets became dead letters: their copies are not up to date.
+pub(super) fn complete(done: &[Done]) -> std::result::Result<(), Failure> {
+    let incomplete: Vec<&str> =
+        done.iter().filter(|done| done.dead_letters > 0).map(|done| done.rule.as_str()).collect();
+    if incomplete.is_empty() {
+        return Ok(());
+    }
+    let message = format!("not all targets could be written; rules with dead letters: {}", incomplete.join(", "));
+    Err(Error::new(Kind::Refused, message).hint("`denormd dead-letters list` says which, and why").into())
 }
 
 /// Waits until the leader of each partition that has one has read the request. From then on, `denormd wait` waits for it too.
@@ -180,12 +191,14 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
     let done = with_a_leader(loaded, &context, wait(&store, &context, &[rule.to_owned()])).await?;
     let json = || {
         let targets = done.first().and_then(|done| done.targets);
+        let dead_letters: u64 = done.iter().map(|done| done.dead_letters).sum();
         serde_json::json!({
             "rule": rule, "unblocked": true, "reason": reason.to_string(), "block": reason, "targets": targets,
+            "dead_letters": dead_letters,
         })
     };
     print_as(output, || text(&done), json);
-    Ok(())
+    complete(&done)
 }
 
 /// The effect of a backfill on the values of a rule that is blocked, each in a few words.

@@ -6,7 +6,7 @@ use crate::{
     cli::Output,
     commands::{
         Failure,
-        backfill::{noticed, state, stopped, text, wait},
+        backfill::{complete, noticed, state, stopped, text, wait},
         chosen, connected,
         leader::with_a_leader,
         notice, print, print_as, print_json,
@@ -222,6 +222,7 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
         if output == Output::Text {
             print(&text(&done));
         }
+        complete(&done)?;
     }
     failed.map_or(Ok(()), |error| Err(error.into()))
 }

@@ -14,6 +14,9 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Delay before a refused config is tried again: `plan --apply` may have given the cluster what it lacked.
 const AGAIN: Duration = Duration::from_secs(10);
 
+/// Looks in a row at a file that cannot be read, after which it is not being replaced: a reload says what is wrong.
+const UNREADABLE: u32 = 10;
+
 /// The requests to a running daemon.
 #[derive(Debug, PartialEq)]
 pub enum Wake {
@@ -112,6 +115,8 @@ pub struct Signals {
     named: Vec<PathBuf>,
     /// The content of the files before they were last loaded or refused: those of the config, then those that it names.
     seen: Option<(Vec<String>, Vec<String>)>,
+    /// Looks in a row at which a file could not be read.
+    unreadable: u32,
     again: Option<Instant>,
     /// True if the last reload was requested by time alone.
     repeated: bool,
@@ -132,7 +137,8 @@ impl Signals {
 
     fn new(source: Source, paths: &[PathBuf]) -> Self {
         let paths = paths.to_vec();
-        let mut signals = Self { source, paths, named: Vec::new(), seen: None, again: None, repeated: false };
+        let mut signals =
+            Self { source, paths, named: Vec::new(), seen: None, unreadable: 0, again: None, repeated: false };
         signals.seen = signals.look();
         signals
     }
@@ -184,7 +190,8 @@ impl Signals {
                 },
                 _ = tick.tick() => {
                     let now = self.look();
-                    if now.is_some() && now != self.seen {
+                    self.unreadable = if now.is_some() { 0 } else { self.unreadable.saturating_add(1) };
+                    if now.is_some() && now != self.seen || self.unreadable == UNREADABLE {
                         break false;
                     }
                     if self.again.is_some_and(|at| at <= Instant::now()) {
@@ -223,5 +230,25 @@ mod tests {
         assert_eq!(next, Ok(Wake::Reload));
         let again = tokio::time::timeout(POLL_INTERVAL * 2, signals.next()).await;
         assert!(again.is_err(), "each change is read once");
+    }
+
+    /// A file with the wrong owner once ended all reloads, without a word.
+    #[tokio::test]
+    async fn a_file_that_stays_unreadable_is_reported_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let (rules, uri) = (folder.path().join("shop.yaml"), folder.path().join("uri"));
+        std::fs::write(&rules, "rules").unwrap();
+        std::fs::write(&uri, "mongodb://one/").unwrap();
+        let (_stop, asked) = oneshot::channel();
+        let mut signals = Signals::until(asked, std::slice::from_ref(&rules));
+        signals.watch(vec![uri.clone()]);
+        std::fs::remove_file(&uri).unwrap();
+        let next = tokio::time::timeout(POLL_INTERVAL * 60, signals.next()).await;
+        assert_eq!(next, Ok(Wake::Reload));
+        let again = tokio::time::timeout(POLL_INTERVAL * 2, signals.next()).await;
+        assert!(again.is_err(), "it is the same file");
+        std::fs::write(&uri, "mongodb://one/").unwrap();
+        let next = tokio::time::timeout(POLL_INTERVAL * 60, signals.next()).await;
+        assert_eq!(next, Ok(Wake::Reload), "it can be read again");
     }
 }
