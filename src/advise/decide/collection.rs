@@ -129,10 +129,11 @@ fn moved(collection: &Collection, array: &Array) -> String {
     } else {
         "_id: { parent: \"$_id\", n: \"$n\" }, ".to_owned()
     };
-    let element = if array.subdocuments { format!("\"${path}\", ") } else { format!("{{ value: \"${path}\" }}, ") };
+    let from = format!("${path}");
+    let element = if array.subdocuments { format!("{from:?}, ") } else { format!("{{ value: {from:?} }}, ") };
     format!(
         "db.getSiblingDB({:?}).getCollection({:?}).aggregate([\n  \
-         {{ $unwind: {{ path: \"${path}\", includeArrayIndex: \"n\" }} }},\n  \
+         {{ $unwind: {{ path: {from:?}, includeArrayIndex: \"n\" }} }},\n  \
          {{ $replaceWith: {{ $mergeObjects: [{element}{{ {id}{parent:?}: \"$_id\" }}] }} }},\n  \
          {{ $merge: {{ into: {:?}, whenMatched: \"replace\" }} }}\n])",
         namespace.database,

@@ -36,8 +36,10 @@ fn plain_ids(facts: &Relationship) -> Option<Advice> {
     Some(if facts.form == Form::One {
         let id = bson::Bson::into_relaxed_extjson(expression(&facts.link.holder.path));
         advice.command(format!(
-            "db.getSiblingDB({:?}).getCollection({:?}).updateMany({{ \"{parent}.$id\": {{ $exists: true }} }}, [{{ $set: {{ {parent:?}: {id} }} }}])",
-            holder.database, holder.collection
+            "db.getSiblingDB({:?}).getCollection({:?}).updateMany({{ {:?}: {{ $exists: true }} }}, [{{ $set: {{ {parent:?}: {id} }} }}])",
+            holder.database,
+            holder.collection,
+            format!("{parent}.$id")
         ))
     } else {
         advice
@@ -65,8 +67,10 @@ fn key_type(facts: &Relationship) -> Option<Advice> {
     Some(if facts.form == Form::One && facts.db_ref.is_none() && wanted == "objectId" {
         let path = holder.path.query();
         advice.command(format!(
-            "db.getSiblingDB({:?}).getCollection({:?}).updateMany({{ {path:?}: {{ $type: \"string\", $regex: \"^[0-9a-fA-F]{{24}}$\" }} }}, [{{ $set: {{ {path:?}: {{ {operator}: \"${path}\" }} }} }}])",
-            holder.namespace.database, holder.namespace.collection
+            "db.getSiblingDB({:?}).getCollection({:?}).updateMany({{ {path:?}: {{ $type: \"string\", $regex: \"^[0-9a-fA-F]{{24}}$\" }} }}, [{{ $set: {{ {path:?}: {{ {operator}: {:?} }} }} }}])",
+            holder.namespace.database,
+            holder.namespace.collection,
+            format!("${path}")
         ))
     } else {
         advice

@@ -309,12 +309,13 @@ fn turn_round(facts: &Relationship) -> String {
     let field = format!("{}_id", names::about(&facts.link.holder.path));
     let field = if field == "copied_id" { "parent_id".to_owned() } else { format!("{}_{field}", one.collection) };
     format!(
-        "db.getSiblingDB({:?}).getCollection({:?}).aggregate([\n  {{ $unwind: \"${array}\" }},\n  \
-         {{ $project: {{ _id: \"${}\", {field}: \"$_id\" }} }},\n  \
+        "db.getSiblingDB({:?}).getCollection({:?}).aggregate([\n  {{ $unwind: {:?} }},\n  \
+         {{ $project: {{ _id: {:?}, {field:?}: \"$_id\" }} }},\n  \
          {{ $merge: {{ into: {{ db: {:?}, coll: {:?} }}, whenMatched: \"merge\", whenNotMatched: \"discard\" }} }}\n])",
         one.database,
         one.collection,
-        path.query(),
+        format!("${array}"),
+        format!("${}", path.query()),
         many.database,
         many.collection
     )
