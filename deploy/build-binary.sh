@@ -17,14 +17,18 @@ if compgen -G "$libraries/libstd-*.rlib" >/dev/null && { [ "$host" = "$musl" ] |
 else
     target=$host
     echo "Rust's $musl target or musl-gcc is not there: linking glibc statically instead" >&2
+    [ -e "$(cc -print-file-name=libc.a)" ] || { echo "libc.a is missing too: on Fedora and RHEL, dnf install glibc-static" >&2; exit 1; }
 fi
 
 # Paths of this machine out of the binary: the same source gives the same bytes, wherever it is checked out.
 cargo_home=${CARGO_HOME:-$HOME/.cargo}
-flags="-C target-feature=+crt-static --remap-path-prefix=$PWD=/denormd --remap-path-prefix=$cargo_home=/cargo"
-RUSTFLAGS="$flags" ${CARGO:-cargo} build --locked --profile dist --package denormd --bin denormd --target "$target"
-
+# Separated by a character that no path has: a path may have spaces.
+s=$'\x1f'
+flags="-C${s}target-feature=+crt-static${s}--remap-path-prefix=$PWD=/denormd${s}--remap-path-prefix=$cargo_home=/cargo"
 folder=${CARGO_TARGET_DIR:-target}
+CARGO_ENCODED_RUSTFLAGS="$flags" ${CARGO:-cargo} build --locked --profile dist --package denormd --bin denormd --target "$target" \
+    --target-dir "$folder"
+
 mkdir -p "$(dirname "$out")"
 cp "$folder/$target/dist/denormd" "$out"
 echo "$out: $(stat -c %s "$out") bytes, $target" >&2

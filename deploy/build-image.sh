@@ -5,6 +5,7 @@
 # The last line of the output names the image.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+why=$(docker version 2>&1 >/dev/null) || { echo "$0: Docker does not answer: $why" >&2; exit 1; }
 
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
 commit=${DENORMD_COMMIT-$(git rev-parse HEAD 2>/dev/null || true)}

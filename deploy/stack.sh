@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The stack of compose.yaml, with what can be had here.
-#   deploy/stack.sh up      builds the image when it is not there, starts the stack, and says where everything listens
-#   deploy/stack.sh down    takes it away, with its data
-# DENORMD_IMAGE names another image of denormd. Images that are neither here nor to be pulled are left out (Prometheus,
-# Grafana) or stood in for (MongoDB, by deploy/build-stand-in-image.sh), and that is said.
+# Starts the stack of compose.yaml with the images that are on this machine or can be pulled.
+#   deploy/stack.sh up      builds denormd's image if there is none, starts the stack, and prints its addresses
+#   deploy/stack.sh down    stops the stack, and deletes its containers and data
+# DENORMD_IMAGE names another image of denormd. Prometheus and Grafana are left out if their images cannot be pulled; for
+# MongoDB, deploy/build-stand-in-image.sh builds a replacement. `up` prints what is left out or replaced.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -18,6 +18,7 @@ up) ;;
 *) sed -n '2,6s/^# *//p' "$0"; exit 2 ;;
 esac
 
+why=$(docker version 2>&1 >/dev/null) || { echo "$0: Docker does not answer: $why" >&2; exit 1; }
 export DENORMD_IMAGE=${DENORMD_IMAGE:-denormd:dev}
 if ! docker image inspect "$DENORMD_IMAGE" >/dev/null 2>&1; then
     ./build-image.sh "$DENORMD_IMAGE"
@@ -26,14 +27,14 @@ docker image inspect --format "$DENORMD_IMAGE: {{.Size}} bytes" "$DENORMD_IMAGE"
 
 services=(denormd)
 for service in prometheus grafana; do
-    image=$(image_of "${service^^}_IMAGE")
+    image=$(image_of "$(tr '[:lower:]' '[:upper:]' <<<"$service")_IMAGE")
     if here "$image"; then services+=("$service"); else echo "left out: $service, because $image cannot be pulled"; fi
 done
 
 if here "${MONGO_IMAGE:-$(image_of MONGO_IMAGE)}"; then
     "${compose[@]}" up --detach "${services[@]}"
 else
-    echo "${MONGO_IMAGE:-$(image_of MONGO_IMAGE)} cannot be pulled: standing in for it"
+    echo "${MONGO_IMAGE:-$(image_of MONGO_IMAGE)} cannot be pulled: building a replacement"
     MONGO_IMAGE=$(./build-stand-in-image.sh | tail -1)
     export MONGO_IMAGE
     compose+=(-f compose/stand-in.yaml)

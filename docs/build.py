@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -70,7 +69,8 @@ def list_folders(site):
 
 def list_for_models(site):
     """Write llms.txt (llmstxt.org): the chapters, for programs that read the documentation."""
-    book = tomllib.loads((ROOT / "docs/book.toml").read_text(encoding="utf-8"))["book"]
+    # Python 3.10 and earlier read no TOML.
+    book = dict(re.findall(r'^(title|description) = "(.*)"$', (ROOT / "docs/book.toml").read_text(encoding="utf-8"), re.M))
     lines = [f"# {book['title']}", "", f"> {book['description']}"]
     for line in (ROOT / "docs/SUMMARY.md").read_text(encoding="utf-8").splitlines():
         chapter = re.fullmatch(r"- \[(.+)\]\((.+)\.md\)", line)

@@ -26,9 +26,12 @@ def run(*command, env=None):
     """The command's exit code and all it printed."""
     # A file and not a pipe: Wine's services outlive a command that started them, and keep its output open.
     with tempfile.TemporaryFile() as output:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, check=False
-        )
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, check=False
+            )
+        except FileNotFoundError as error:
+            return 127, f"{command[0]}: {error.strerror}"
         output.seek(0)
         return done.returncode, output.read().decode(errors="replace")
 

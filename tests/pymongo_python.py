@@ -8,6 +8,7 @@ Standard output has the path and nothing else. Exit code 1, with one paragraph o
 """
 
 import importlib.util
+import subprocess
 import sys
 import venv
 
@@ -28,7 +29,7 @@ def find():
             say(f"installing {PACKAGE} once, with pip")
             try:
                 venv.create(folder, with_pip=True, clear=True)
-            except (OSError, SystemExit, ValueError) as error:
+            except (OSError, SystemExit, ValueError, subprocess.CalledProcessError) as error:
                 raise Unavailable("no venv could be made for PyMongo. Install python3-venv, or PyMongo itself.") from error
             code, output = run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PACKAGE)
             if code != 0:
