@@ -17,6 +17,7 @@ if compgen -G "$libraries/libstd-*.rlib" >/dev/null && { [ "$host" = "$musl" ] |
 else
     target=$host
     echo "Rust's $musl target or musl-gcc is not there: linking glibc statically instead" >&2
+    command -v cc >/dev/null || { echo "a C compiler (cc) is needed" >&2; exit 1; }
     [ -e "$(cc -print-file-name=libc.a)" ] || { echo "libc.a is missing too: on Fedora and RHEL, dnf install glibc-static" >&2; exit 1; }
 fi
 

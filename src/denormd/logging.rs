@@ -42,7 +42,9 @@ impl Started {
 
 /// Starts the log of a deployment, on standard error. An unreadable filter falls back to `info`.
 pub fn start(log: &Log, deployment: &str) -> Result<Started> {
-    let filter = EnvFilter::try_new(&log.filter).unwrap_or_else(|_| EnvFilter::new("info"));
+    let chosen = EnvFilter::try_new(&log.filter);
+    let unreadable = chosen.as_ref().err().map(ToString::to_string);
+    let filter = chosen.unwrap_or_else(|_| EnvFilter::new("info"));
     let text = match log.format {
         LogFormat::Auto => std::io::stderr().is_terminal(),
         LogFormat::Text => true,
@@ -77,6 +79,9 @@ pub fn start(log: &Log, deployment: &str) -> Result<Started> {
     if registry.try_init().is_err() {
         tracing::debug!("the log was started before");
         return Ok(started);
+    }
+    if let Some(why) = unreadable {
+        tracing::warn!(%why, "`log.filter` cannot be read: the log has the level `info`");
     }
     tokio::spawn(limit::tell(limit));
     std::panic::set_hook(Box::new(|panic| {

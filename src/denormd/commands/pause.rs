@@ -222,7 +222,9 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
         if output == Output::Text {
             print(&text(&done));
         }
-        complete(&done)?;
+        if failed.is_none() {
+            complete(&done)?;
+        }
     }
     failed.map_or(Ok(()), |error| Err(error.into()))
 }

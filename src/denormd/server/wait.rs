@@ -97,10 +97,10 @@ pub(super) async fn wait(
     }
 }
 
-/// What the waits of this process read together: many may be held while copies are late.
+/// Reads that the open waits of this process share: there may be many while copies are late.
 #[derive(Debug, Default)]
 pub(super) struct Reads {
-    dead_letters: SharedRead<Vec<String>>,
+    dead_letters: SharedRead<(ClusterTime, Vec<String>)>,
     nudge: SharedRead<()>,
     elsewhere: SharedRead<Elsewhere>,
 }
@@ -182,7 +182,7 @@ impl Whole {
                 None => true,
             };
             let is_last = is_now && quiet_elsewhere && effects() == before;
-            // Before the time of the next level is taken, which then covers what ends an exception until now.
+            // Read before the next level takes its time: that level then covers the writes of every rule that has recovered by now.
             except.append(&mut self.except(elsewhere, |state| *state != RuleState::Live).await?);
             if is_last {
                 break;
@@ -249,9 +249,12 @@ impl Whole {
         let server = self.context.server.unfenced();
         // Dead letters and states are recorded before a change counts as applied, but shortly after a failover a majority read
         // without a time may miss them.
-        let after = server.operation_time().await?;
-        let dead_letters = self.context.dead_letters.rules(&server, after);
-        except.extend(self.reads.dead_letters.get(Duration::ZERO, dead_letters).await?);
+        let read = async {
+            let after = server.operation_time().await?;
+            Ok::<_, Error>((after, self.context.dead_letters.rules(&server, after).await?))
+        };
+        let (after, dead_letters) = self.reads.dead_letters.get(Duration::ZERO, read).await?;
+        except.extend(dead_letters);
         if let Some(store) = elsewhere {
             let reports = |rule: &&Arc<Rule>| rule.on_drift == OnDrift::Report;
             let may_drift = || plan.rules.iter().filter(reports).map(|rule| rule.name.clone()).collect();

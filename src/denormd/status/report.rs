@@ -134,7 +134,7 @@ pub struct Partitions {
     pub of: u32,
     /// The places of the partitions that this process leads, from 0.
     pub led: Vec<u32>,
-    /// On a standby: the places of those that no leader has reported to run. What they lack is not known.
+    /// On a standby: the places of the partitions that no leader reports as running. Their lag is not known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unreported: Vec<u32>,
 }

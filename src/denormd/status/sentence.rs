@@ -72,9 +72,12 @@ fn of_partitions(status: &Status) -> Option<String> {
 fn unreported(status: &Status) -> Option<String> {
     let Partitions { of, unreported, .. } = status.partitions.as_ref()?;
     let places: Vec<String> = unreported.iter().map(u32::to_string).collect();
-    let (word, run) = if places.len() == 1 { ("Partition", "is") } else { ("Partitions", "are") };
-    (!places.is_empty())
-        .then(|| format!("{word} {} of {of} {run} not reported to run: the lag is not known.", places.join(", ")))
+    let word = if places.len() == 1 { "partition" } else { "partitions" };
+    let places = (!places.is_empty()).then(|| places.join(", "))?;
+    Some(format!(
+        "No leader has reported that it runs {word} {places} (of 0 to {}): the lag is not known.",
+        of.saturating_sub(1)
+    ))
 }
 
 fn cause(status: &Status, cause: Cause) -> Option<&CauseReport> {
@@ -244,7 +247,8 @@ mod tests {
             ..all_live()
         };
         let summary = summary(&standby);
-        assert!(summary.contains("Partition 1 of 3 is not reported to run: the lag is not known."), "{summary}");
+        let sentence = "No leader has reported that it runs partition 1 (of 0 to 2): the lag is not known.";
+        assert!(summary.contains(sentence), "{summary}");
     }
 
     /// A standby's risk was once that of the first leader, while another one was about to lose its position.

@@ -243,15 +243,20 @@ impl Reader {
     fn log_filter(&mut self, field: &Field<'_>) -> Option<String> {
         const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
         let text = self.text(field)?;
-        let level = |part: &str| part.rsplit_once('=').map_or(part, |(_, level)| level).trim().to_ascii_lowercase();
+        let parts: Vec<&str> = text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
         // In brackets are the fields of a span.
-        let parts = text.split(',').filter(|part| !part.contains(['[', ']', '{', '}']));
-        let Some(unknown) = parts.map(level).find(|level| !LEVELS.contains(&level.as_str())) else {
-            return Some(text);
+        let plain = parts.iter().filter(|part| !part.contains(['[', ']', '{', '}']));
+        let is_known = |level: &&str| {
+            let is_number = matches!(level.as_bytes(), [b'0'..=b'5']);
+            is_number || LEVELS.iter().any(|known| known.eq_ignore_ascii_case(level))
+        };
+        let Some(unknown) = plain.map(|part| part.rsplit('=').next().unwrap_or(part)).find(|level| !is_known(level))
+        else {
+            return Some(parts.join(","));
         };
         let message = format!("`{unknown}` is not a level of the log: {}", list(&LEVELS));
         let mistake = Mistake::new(field.at.clone(), message);
-        self.mistake(match nearest(&unknown, &LEVELS) {
+        self.mistake(match nearest(unknown, &LEVELS) {
             Some(near) => mistake.hint(format!("did you mean `{near}`?")),
             None => mistake.hint("write LEVEL, or TARGET=LEVEL for a part of the log, as in `info,mongodb=debug`"),
         });

@@ -277,8 +277,8 @@ fn inside_filter(value: &Bson) -> Result<(), Refusal> {
         // The server would compare with the text.
         Bson::String(text) if VARIABLES.contains(&text.split('.').next().unwrap_or_default()) => {
             return Err(Refusal::new(
-                format!("`{text}` is an expression, and `where` compares with it as a text"),
-                "compare by an expression: where: { $expr: { $gt: [$ts, $$target.ls] } }",
+                format!("`{text}` is an expression, and `where` would compare with it as text"),
+                &format!("compare by $expr: where: {{ $expr: {{ $gt: [$field, {text}] }} }}"),
             ));
         }
         _ => return Ok(()),

@@ -167,7 +167,7 @@ fn exclusions(rules: &[Arc<Rule>], from: usize, to: usize) -> Option<Vec<Exclusi
 }
 
 /// A path on which the filters of two sides of a `pair` of rules demand different values, and which no rule writes. No path in
-/// an array whose elements one of the two reads or writes: there is no array on an exclusive path.
+/// an array of that collection whose elements one of the two reads or writes: there is no array on an exclusive path.
 fn exclusive_path(rules: &[Arc<Rule>], pair: [&Rule; 2], one: &Side, other: &Side) -> Option<String> {
     let excluding = excluding_paths(one.filter.as_ref()?, other.filter.as_ref()?);
     let is_owned = |path: &FieldPath| {
@@ -175,8 +175,10 @@ fn exclusive_path(rules: &[Arc<Rule>], pair: [&Rule; 2], one: &Side, other: &Sid
         here.flat_map(|rule| rule.owned()).any(|owned| owned.overlaps_loosely(path))
     };
     let paths = pair.into_iter().flat_map(|rule| {
-        let keys = [Role::Source, Role::Target].into_iter().flat_map(|role| rule.reference.paths(role));
-        keys.chain(rule.owned()).map(ToString::to_string)
+        let is_here = |role: &Role| rule.side(*role).namespace == one.namespace;
+        let keys = [Role::Source, Role::Target].into_iter().filter(is_here).flat_map(|role| rule.reference.paths(role));
+        let owned = if is_here(&Role::Target) { rule.owned() } else { Vec::new() };
+        keys.chain(owned).map(ToString::to_string)
     });
     let arrays: Vec<String> =
         paths.filter_map(|path| path.split_once(".$[]").map(|(array, _)| array.to_owned())).collect();

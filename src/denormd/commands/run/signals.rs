@@ -232,7 +232,7 @@ mod tests {
         assert!(again.is_err(), "each change is read once");
     }
 
-    /// A file with the wrong owner once ended all reloads, without a word.
+    /// After a file got the wrong owner, later changes of all files were ignored, and nothing was logged.
     #[tokio::test]
     async fn a_file_that_stays_unreadable_is_reported_once() {
         let folder = tempfile::tempdir().unwrap();

@@ -70,6 +70,12 @@ fn a_variable_of_the_environment_is_a_place_too() {
         ),
         (
             "DENORMD__LOG__FILTER",
+            "4, denormd=Debug, Err,",
+            "environment variable DENORMD__LOG__FILTER: `Err` is not a level of the log: `off`, `error`, `warn`, `info`, \
+             `debug`, `trace`\n   hint: write LEVEL, or TARGET=LEVEL for a part of the log, as in `info,mongodb=debug`",
+        ),
+        (
+            "DENORMD__LOG__FILTER",
             "info,mongodb",
             "environment variable DENORMD__LOG__FILTER: `mongodb` is not a level of the log: `off`, `error`, `warn`, `info`, \
              `debug`, `trace`\n   hint: write LEVEL, or TARGET=LEVEL for a part of the log, as in `info,mongodb=debug`",
