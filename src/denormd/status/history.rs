@@ -100,7 +100,7 @@ impl Totals {
     }
 }
 
-/// What has happened in the last five minutes.
+/// The totals of now and of five minutes ago.
 #[derive(Debug)]
 pub struct Recent<'a> {
     now: Totals,

@@ -37,7 +37,7 @@ impl Reader {
         let http = self.http(&root, sources);
         let log = self.log(&root);
         let state = self.declared(&root, "state", keys::STATE, State::read);
-        // What is in `local` is not replicated: after a failover, two instances could lead.
+        // The server does not replicate `local`: after a failover, two instances could lead.
         if ["admin", "config", "local"].contains(&state.database.as_str()) {
             let message = format!("`{}` is a database of the server's own", state.database);
             let mistake = Mistake::new(root.at.key("state").key("database"), message);

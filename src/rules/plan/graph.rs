@@ -178,16 +178,13 @@ fn exclusive_path(rules: &[Arc<Rule>], pair: [&Rule; 2], one: &Side, other: &Sid
         let is_here = |role: &Role| rule.side(*role).namespace == one.namespace;
         let keys = [Role::Source, Role::Target].into_iter().filter(is_here).flat_map(|role| rule.reference.paths(role));
         let owned = if is_here(&Role::Target) { rule.owned() } else { Vec::new() };
-        keys.chain(owned).map(ToString::to_string)
+        keys.chain(owned)
     });
-    let arrays: Vec<String> =
-        paths.filter_map(|path| path.split_once(".$[]").map(|(array, _)| array.to_owned())).collect();
-    let is_inside = |path: &str| {
-        arrays
-            .iter()
-            .any(|array| path.strip_prefix(array.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
-    };
-    excluding.into_iter().find(|path| !is_inside(path) && FieldPath::parse(path).is_ok_and(|path| !is_owned(&path)))
+    // The outermost array, which contains the others.
+    let array = |path: &FieldPath| FieldPath::parse(path.to_string().split_once(".$[]")?.0).ok();
+    let arrays: Vec<FieldPath> = paths.filter_map(array).collect();
+    let is_inside = |path: &FieldPath| arrays.iter().any(|array| array.overlaps_loosely(path));
+    excluding.into_iter().find(|path| FieldPath::parse(path).is_ok_and(|path| !is_inside(&path) && !is_owned(&path)))
 }
 
 /// True if it is certain that no document matches both filters.

@@ -215,15 +215,22 @@ impl Signals {
 mod tests {
     use super::*;
 
+    /// A config file, another file, the sender of a stop request, and signals that watch the first file so far.
+    fn two_files() -> (tempfile::TempDir, [PathBuf; 2], oneshot::Sender<()>, Signals) {
+        let folder = tempfile::tempdir().unwrap();
+        let files = ["shop.yaml", "uri"].map(|name| folder.path().join(name));
+        for file in &files {
+            std::fs::write(file, "first").unwrap();
+        }
+        let (stop, asked) = oneshot::channel();
+        let signals = Signals::until(asked, &files[..1]);
+        (folder, files, stop, signals)
+    }
+
     /// While a config that names another file was being applied, a second change of the rules went unnoticed.
     #[tokio::test]
     async fn a_change_during_a_reload_is_not_missed() {
-        let folder = tempfile::tempdir().unwrap();
-        let (rules, uri) = (folder.path().join("shop.yaml"), folder.path().join("uri"));
-        std::fs::write(&rules, "first").unwrap();
-        std::fs::write(&uri, "mongodb://one/").unwrap();
-        let (_stop, asked) = oneshot::channel();
-        let mut signals = Signals::until(asked, std::slice::from_ref(&rules));
+        let (_folder, [rules, uri], _stop, mut signals) = two_files();
         std::fs::write(&rules, "second").unwrap();
         signals.watch(vec![uri]);
         let next = tokio::time::timeout(POLL_INTERVAL * 30, signals.next()).await;
@@ -235,19 +242,14 @@ mod tests {
     /// After a file got the wrong owner, later changes of all files were ignored, and nothing was logged.
     #[tokio::test]
     async fn a_file_that_stays_unreadable_is_reported_once() {
-        let folder = tempfile::tempdir().unwrap();
-        let (rules, uri) = (folder.path().join("shop.yaml"), folder.path().join("uri"));
-        std::fs::write(&rules, "rules").unwrap();
-        std::fs::write(&uri, "mongodb://one/").unwrap();
-        let (_stop, asked) = oneshot::channel();
-        let mut signals = Signals::until(asked, std::slice::from_ref(&rules));
+        let (_folder, [_, uri], _stop, mut signals) = two_files();
         signals.watch(vec![uri.clone()]);
         std::fs::remove_file(&uri).unwrap();
         let next = tokio::time::timeout(POLL_INTERVAL * 60, signals.next()).await;
         assert_eq!(next, Ok(Wake::Reload));
         let again = tokio::time::timeout(POLL_INTERVAL * 2, signals.next()).await;
         assert!(again.is_err(), "it is the same file");
-        std::fs::write(&uri, "mongodb://one/").unwrap();
+        std::fs::write(&uri, "first").unwrap();
         let next = tokio::time::timeout(POLL_INTERVAL * 60, signals.next()).await;
         assert_eq!(next, Ok(Wake::Reload), "it can be read again");
     }
