@@ -204,7 +204,7 @@ fn what_affects_the_values_is_told_from_what_does_not() {
     // The order of the entries of `match` is a part of the definition.
     let two = RULE.replace("{ r: _id }", "{ r: _id, q: p }");
     let told = Files::rules(&two, &RULE.replace("{ r: _id }", "{ q: p, r: _id }"));
-    assert_eq!(told["rules"][0]["keys"][0]["key"], "the order of its keys", "{told:#}");
+    assert_eq!(told["rules"][0]["keys"][0]["key"], "the order of its keys, or the type of a number", "{told:#}");
     assert_eq!(told["backfills"].as_array().unwrap().len(), 1, "{told:#}");
     // An aggregate in place of a copy.
     let sum = "  - { name: r, aggregate: { source: s, target: t, match: { r: p }, set: { v: { $sum: 1 } } } }";

@@ -4,6 +4,7 @@
 //! found and what was probably meant.
 
 mod constants;
+mod filters;
 mod interpolation;
 mod places;
 
@@ -128,18 +129,25 @@ async fn rare(server: &Server, rule: &Rule, role: Role, seen: &Seen) -> Result<V
             continue;
         }
         let filter = side.filter.clone().filter(|_| !seen.none_match).unwrap_or_default();
-        let command = doc! {
-            "find": &side.namespace.collection, "filter": {"$and": [filter, {path.query(): {"$exists": true}}]},
-            "projection": {"_id": 1}, "limit": 1, "maxTimeMS": millis(left), "collation": simple_collation(),
-        };
-        match server.read(&side.namespace.database, command, ClusterTime::default()).await {
-            Ok(rows) if !rows.is_empty() => found.push(path),
-            Ok(_) => {}
-            Err(error) if error.leaves_unknown() => {}
-            Err(error) => return Err(error),
+        let filter = doc! {"$and": [filter, {path.query(): {"$exists": true}}]};
+        if is_any(server, &side.namespace, &filter, left).await? == Some(true) {
+            found.push(path);
         }
     }
     Ok(found)
+}
+
+/// True if a document matches; None if that is not known within the time limit.
+async fn is_any(server: &Server, namespace: &Namespace, filter: &Document, within: Duration) -> Result<Option<bool>> {
+    let command = doc! {
+        "find": &namespace.collection, "filter": filter.clone(), "projection": {"_id": 1}, "limit": 1,
+        "maxTimeMS": millis(within), "collation": simple_collation(),
+    };
+    match server.read(&namespace.database, command, ClusterTime::default()).await {
+        Ok(rows) => Ok(Some(!rows.is_empty())),
+        Err(error) if error.leaves_unknown() => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// The suspected mistakes that the text of a rule alone shows.
@@ -168,9 +176,16 @@ fn suspicions_of(rule: &Rule, source: &Seen, target: &Seen) -> Vec<Mistake> {
         let absent = fields(rule, source, target);
         // A text like `$first $last` has been reported as such.
         found.extend(
-            absent.into_iter().filter(|absent| found.iter().all(|known| known.at != absent.at)).collect::<Vec<_>>(),
+            absent.iter().filter(|absent| found.iter().all(|known| known.at != absent.at)).cloned().collect::<Vec<_>>(),
         );
         found.extend(types(rule, source, target));
+        for (role, seen) in [(Role::Source, source), (Role::Target, target)] {
+            let suspected = filters::suspicions(rule, role, seen);
+            // A field that no document has was reported at the same place.
+            found.extend(
+                suspected.into_iter().filter(|one| absent.iter().all(|known| !one.at.0.starts_with(&known.at.0))),
+            );
+        }
         found.extend(lacking(rule, target));
         found.extend(no_times(rule, target));
     } else {
@@ -201,9 +216,10 @@ async fn look(server: &Server, side: &Side) -> Result<Seen> {
         return Ok(seen);
     }
     let mut documents = draw(server, &side.namespace, side.filter.as_ref()).await?;
-    if side.filter.is_some() && documents.as_ref().is_some_and(Vec::is_empty) {
-        seen.none_match = true;
-        documents = draw(server, &side.namespace, None).await?;
+    if let Some(filter) = side.filter.as_ref().filter(|_| documents.as_ref().is_some_and(Vec::is_empty)) {
+        // Those that match may be too large to be drawn.
+        seen.none_match = is_any(server, &side.namespace, filter, TIMEOUT).await? == Some(false);
+        documents = if seen.none_match { draw(server, &side.namespace, None).await? } else { None };
     }
     if let Some(documents) = documents.filter(|documents| !documents.is_empty()) {
         let shape = Shape::of(documents.iter().map(|document| (document, 0)));

@@ -50,6 +50,20 @@ pub(super) struct Field<'a> {
     pub node: &'a Node,
 }
 
+impl<'a> Field<'a> {
+    /// The entries of a mapping, or the items of a list.
+    pub fn parts(&self) -> impl Iterator<Item = Self> + use<'a> {
+        let (list, mapping) = (self.at.clone(), self.at.clone());
+        let (items, entries): (&[Node], &[Entry]) = match &self.node.value {
+            Value::Sequence(items) => (items, &[]),
+            Value::Mapping(entries) => (&[], entries),
+            _ => (&[], &[]),
+        };
+        let items = items.iter().enumerate().map(move |(nth, node)| Self { at: list.index(nth), node });
+        items.chain(entries.iter().map(move |entry| Self { at: mapping.key(&entry.key), node: &entry.node }))
+    }
+}
+
 impl<'a> Fields<'a> {
     /// The value under `key`, which may be null.
     pub fn raw(&self, key: &str) -> Option<Field<'a>> {

@@ -5,7 +5,7 @@ use bson::{Bson, Document};
 use super::{
     diagnose::{ConfigPath, Mistake},
     keys,
-    literal::{to_bson, to_document},
+    literal::{malformed, to_bson, to_document},
     reader::{Field, Fields, Reader, list},
     sections::{
         Aggregate, BackfillMode, Collect, Copy, GroupForm, Guard, KeyType, OnDrift, OnEmpty, OnMissing, Pattern,
@@ -278,6 +278,7 @@ impl Reader {
     fn filter(&mut self, field: &Field<'_>) -> Option<Document> {
         self.entries(field)?;
         self.dates(field);
+        self.literals(field);
         Some(to_document(field.node))
     }
 
@@ -347,24 +348,32 @@ impl Reader {
     }
 
     /// Checks dates in TOML. They become BSON dates, which are instants, so a local date is a mistake.
-    fn dates(&mut self, field: &Field<'_>) {
-        match &field.node.value {
-            Value::Date(text) if bson::DateTime::parse_rfc3339_str(text).is_err() => {
-                let hint = "write it in full, as 2024-01-31T00:00:00Z, or as a string in quotes";
-                self.mistake(Mistake::new(field.at.clone(), format!("`{text}` is not an instant")).hint(hint));
-            }
-            Value::Sequence(items) => {
-                for (index, node) in items.iter().enumerate() {
-                    self.dates(&Field { at: field.at.index(index), node });
-                }
-            }
-            Value::Mapping(entries) => {
-                for entry in entries {
-                    self.dates(&Field { at: field.at.key(&entry.key), node: &entry.node });
-                }
-            }
-            _ => {}
+    pub(super) fn dates(&mut self, field: &Field<'_>) {
+        if let Value::Date(text) = &field.node.value
+            && bson::DateTime::parse_rfc3339_str(text).is_err()
+        {
+            let hint = "write it in full, as 2024-01-31T00:00:00Z, or as a string in quotes";
+            self.mistake(Mistake::new(field.at.clone(), format!("`{text}` is not an instant")).hint(hint));
         }
+        field.parts().for_each(|part| self.dates(&part));
+    }
+
+    /// Checks the literals of Extended JSON where no expression can be meant.
+    pub(super) fn literals(&mut self, field: &Field<'_>) {
+        if let Some(key) = malformed(field.node) {
+            let hint = match key {
+                "$date" => "a date is written { $date: \"2024-01-31T00:00:00Z\" }",
+                "$oid" => "an ObjectId is written { $oid: \"5f5c0d1e2a3b4c5d6e7f8091\" }, with 24 hexadecimal digits",
+                "$numberInt" | "$numberLong" | "$numberDouble" | "$numberDecimal" => {
+                    "the number is a text in quotes, and the only entry: { $numberLong: \"1\" }"
+                }
+                _ => "see the canonical form of MongoDB's Extended JSON (v2)",
+            };
+            let message = format!("`{key}` is not followed by a value of this type");
+            self.mistake(Mistake::new(field.at.key(key), message).hint(hint));
+            return;
+        }
+        field.parts().for_each(|part| self.literals(&part));
     }
 
     fn on_missing(&mut self, field: &Field<'_>) -> Option<OnMissing> {

@@ -170,7 +170,7 @@ impl Reader {
                 self.mistake(Mistake::new(at, message));
                 continue;
             };
-            let document = to_document(node);
+            let document = self.document(&Field { at: at.clone(), node });
             match document.get("_id") {
                 None => {
                     let mistake = Mistake::new(at, "the document has no `_id`");
@@ -186,12 +186,24 @@ impl Reader {
         out
     }
 
+    /// Reads a document of the data; one with the wrong literal would differ from what was meant without a word.
+    fn document(&mut self, field: &Field<'_>) -> Document {
+        self.dates(field);
+        field.parts().for_each(|part| self.literals(&part));
+        to_document(field.node)
+    }
+
     fn gone(&mut self, field: &Field<'_>) -> Vec<(String, ConfigPath, Vec<Bson>)> {
         let mut out = Vec::new();
         for entry in self.entries(field).unwrap_or_default() {
             let at = field.at.key(&entry.key);
             match &entry.node.value {
-                Value::Sequence(items) => out.push((entry.key.clone(), at, items.iter().map(to_bson).collect())),
+                Value::Sequence(items) => {
+                    let ids = Field { at: at.clone(), node: &entry.node };
+                    self.dates(&ids);
+                    self.literals(&ids);
+                    out.push((entry.key.clone(), at, items.iter().map(to_bson).collect()));
+                }
                 _ => {
                     let message = format!("expected a list of `_id`s, found {}", entry.node.kind());
                     self.mistake(Mistake::new(at, message));
@@ -239,6 +251,11 @@ mod tests {
             ("cases:\n- { name: a, given: {}, expect: { a: [] } }", "no document of `a` is expected"),
             ("cases:\n- { name: a, given: {}, gone: { a: [] } }", "no `_id` of `a` is named"),
             ("cases:\n- name: a\n  given: { a: [{ _id: 1 }, { _id: 1.0 }] }\n  gone: { a: [1] }", "given twice"),
+            (
+                "cases:\n- { name: a, given: { a: [{ _id: { $oid: x } }] }, gone: { a: [1] } }",
+                "`$oid` is not followed by",
+            ),
+            ("cases:\n- { name: a, given: {}, gone: { a: [{ $numberLong: 1 }] } }", "`$numberLong` is not followed by"),
             ("cases:\n- name: a\n  given: { a: 5 }\n  gone: { a: 1 }", "expected a list of `_id`s, found an integer"),
             (
                 "cases:\n- { name: a, given: {}, gone: {a: [1]} }\n- { name: a, given: {}, gone: {a: [1]} }",

@@ -21,9 +21,9 @@ pub(super) struct KeyChange {
 }
 
 impl KeyChange {
-    /// The change of a rule whose keys are the same in another order, as in `match`.
+    /// The change of a rule whose keys look the same: they come in another order, as in `match`, or a number has another type.
     pub fn order() -> Self {
-        Self { key: "the order of its keys".to_owned(), old: None, new: None }
+        Self { key: "the order of its keys, or the type of a number".to_owned(), old: None, new: None }
     }
 }
 
