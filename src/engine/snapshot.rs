@@ -257,16 +257,7 @@ pub struct RuleFacts {
 
 fn facts(plan: &Plan) -> Arc<[RuleFacts]> {
     let databases: Vec<String> = plan.databases().into_iter().collect();
-    let mut fed_by: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); plan.rules.len()];
-    // In the plan's order, each rule is complete before it is passed on.
-    for rule in &plan.order {
-        for fed in &plan.feeds[rule.0] {
-            let mut from = fed_by[rule.0].clone();
-            from.insert(rule.0);
-            fed_by[fed.0].extend(from);
-        }
-    }
-    let facts = plan.rules.iter().zip(fed_by).map(|(rule, fed_by)| {
+    let facts = plan.rules.iter().map(|rule| {
         let sides = [&rule.source.namespace, &rule.target.namespace];
         let touched = |(_, database): &(usize, &String)| sides.iter().any(|side| side.database == **database);
         RuleFacts {
@@ -276,7 +267,7 @@ fn facts(plan: &Plan) -> Arc<[RuleFacts]> {
             keyed_by_target: rule.keyed == Keyed::Target,
             shadow: rule.shadow,
             max_lag: rule.max_lag,
-            fed_by: fed_by.into_iter().filter(|from| *from != rule.id.0).collect(),
+            fed_by: plan.feeders(rule.id).into_iter().map(|feeder| feeder.0).collect(),
             streams: databases.iter().enumerate().filter(touched).map(|(nth, _)| nth).collect(),
         }
     });

@@ -247,6 +247,27 @@ fn with_others() -> Vec<Case> {
                 doc! {"_id": {"item": 7, "day": day("2024-03-12")}, "amount": 1, "n": 1, "name": "screw"},
             ])
             .expect("items", [doc! {"_id": 7, "name": "screw", "sold": 4, "days": 3}, doc! {"_id": 8, "name": "nut", "sold": 0, "days": 0}]),
+        // A document was deleted with the application's value in such a field.
+        Case::new("a field that a rule owns in some of the documents", COUNT)
+            .and("copy: { source: '@items', target: { collection: '@counts', where: { _id: { $lt: 8 } } }, match: { _id: _id }, set: { name: $name } }")
+            .has("items", [doc! {"_id": 7, "name": "bolt"}, doc! {"_id": 8, "name": "nut"}])
+            .has("sales", some_sales())
+            .has("counts", [doc! {"_id": 8, "n": 1, "name": "the application's"}])
+            .writes([
+                delete("sales", 1),
+                delete("sales", 2),
+                delete("sales", 3),
+                delete("sales", 4),
+            ])
+            .expect("counts", [doc! {"_id": 8, "n": 0, "name": "the application's"}]),
+        Case::new("the last field of others goes while an owned one is set", COUNT)
+            .has("sales", [sale(4, 8, "2024-03-09T12:00:00Z", 8)])
+            .has("counts", [doc! {"_id": 8, "n": 1, "note": LONG}])
+            .writes([
+                delete("sales", 4),
+                update("counts", 8, doc! {"$set": {"n": 5}, "$unset": {"note": 1}}),
+            ])
+            .expect("counts", []),
         Case::new("owned paths inside a field", &COUNT.replace("set: { n", "set: { stats.n"))
             .has("counts", [doc! {"_id": 7, "stats": {"by": "me"}}, doc! {"_id": 8, "stats": {"n": 4}}, doc! {"_id": 9, "stats": {}}])
             .has("sales", [sale(1, 6, "2024-03-09T10:00:00Z", 5)])

@@ -63,7 +63,9 @@ impl Run<'_> {
         if ids.is_empty() {
             return Ok(());
         }
-        let losing = doc! {"$and": [one_of("_id", ids.iter()), {"$expr": nothing_else(creates)}]};
+        let mut losing = vec![one_of("_id", ids.iter())];
+        losing.extend(nothing_else(creates));
+        let losing = doc! {"$and": losing};
         if !self.may_lose(&|_| losing.clone(), newest(items), &|id| self.loss(id, ())).await? {
             for item in items.iter_mut().filter(|item| is_deleted(&&**item)) {
                 item.end = Some(End::RemovalLimit);

@@ -16,7 +16,7 @@ use crate::{
     },
 };
 use denormd_model::{
-    field_path::{FieldPath, Segment},
+    field_path::{FieldPath, Segment, value_at},
     key::Key,
 };
 
@@ -121,6 +121,13 @@ pub(super) fn complete(rules: &mut [Arc<Rule>]) -> Vec<Mistake> {
         creates.owned = here.iter().flat_map(|other| other.owned()).chain(rule.owned()).cloned().collect();
         creates.owned.sort_by_key(ToString::to_string);
         creates.owned.dedup();
+        let filters = |path: &FieldPath| {
+            let owners = here.iter().filter(|other| other.owned().contains(&path));
+            owners.map(|other| other.target.filter.clone()).collect::<Option<Vec<_>>>()
+        };
+        let own = rule.owned();
+        let others = creates.owned.iter().filter(|path| !own.contains(path));
+        creates.owned_where = others.filter_map(|path| Some((path.clone(), filters(path)?))).collect();
         Arc::make_mut(&mut rules[nth]).creates = Some(creates);
     }
     mistakes
@@ -162,19 +169,21 @@ impl Creates {
     /// True if an update of these paths may remove the last field of others from a document.
     #[must_use]
     pub fn may_free(&self, changed: &[String]) -> bool {
-        let is_owned = |changed: &String| {
-            self.owned
-                .iter()
-                .map(FieldPath::query)
-                .any(|path| changed.strip_prefix(&path).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
-        };
+        let is_anywhere = |path: &&FieldPath| self.owned_where.iter().all(|(owned, _)| owned != *path);
+        let is_owned =
+            |changed: &String| {
+                self.owned.iter().filter(is_anywhere).map(FieldPath::query).any(|path| {
+                    changed.strip_prefix(&path).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+                })
+            };
         !self.keeps && !changed.iter().all(is_owned)
     }
 
-    /// True if a document has no path but its `_id` and those that rules own.
+    /// True if a document has no path but its `_id` and those that rules own in every document.
     #[must_use]
     pub fn has_nothing_else(&self, document: &Document) -> bool {
-        has_only(document, &self.plain(), &["_id"])
+        let is_absent = |(path, _): &(FieldPath, Vec<Document>)| value_at(document, path.segments()).is_none();
+        has_only(document, &self.plain(), &["_id"]) && self.owned_where.iter().all(is_absent)
     }
 
     /// The owned paths that are not inside an array: an array belongs to others.

@@ -25,6 +25,8 @@ pub struct Creates {
     pub keeps: bool,
     /// The paths that rules own in the target collection. A document with any other path is not deleted.
     pub owned: Vec<FieldPath>,
+    /// Those of them that rules own only in documents that one of these filters selects. In others they are the application's.
+    pub owned_where: Vec<(FieldPath, Vec<Document>)>,
     /// The other rules that create documents in the same collection.
     pub others: Vec<RuleId>,
 }
@@ -87,6 +89,19 @@ impl Plan {
                 all.extend(self.feeds[rule.0].iter().map(|fed| self.rule(*fed).name.clone()));
             }
         }
+        all
+    }
+
+    /// The rules that this one reads from, directly or through other rules.
+    #[must_use]
+    pub fn feeders(&self, id: RuleId) -> BTreeSet<RuleId> {
+        let mut all = BTreeSet::from([id]);
+        for rule in self.order.iter().rev() {
+            if self.feeds[rule.0].iter().any(|fed| all.contains(fed)) {
+                all.insert(*rule);
+            }
+        }
+        all.remove(&id);
         all
     }
 

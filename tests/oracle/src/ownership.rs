@@ -58,7 +58,8 @@ pub fn may_write(rules: &[Rule], collection: &str, before: Option<&Document>, af
             here().any(|rule| rule.creates) && changes(here().filter(|rule| rule.creates), &empty, after)
         }
         (Some(before), None) => {
-            let owned: Vec<Path> = here().flat_map(Rule::owned).collect();
+            let owns = |rule: &&Rule| matches(before, &rule.target.filter).expect("a filter that the oracle knows");
+            let owned: Vec<Path> = here().filter(owns).flat_map(Rule::owned).collect();
             here().any(|rule| may_delete(rule, before, &owned))
         }
         (None, None) => true,

@@ -1,6 +1,6 @@
 //! Statements for documents that a rule inserts and deletes.
 
-use bson::{Bson, cstr, doc, rawdoc};
+use bson::{Bson, Document, cstr, doc, rawdoc};
 
 use super::{Statement, operators, raw};
 use crate::reconcile::{read::simple_collation, value::Desired};
@@ -20,7 +20,7 @@ pub(super) fn statements(rule: &Rule, key: &Key, desired: &Desired) -> Result<Ve
     };
     let mut statements = Vec::new();
     if let (Desired::Emptied { deletes: true, .. }, Some(creates)) = (desired, &rule.creates) {
-        let query = doc! {"_id": {"$eq": id.clone()}, "$expr": nothing_else(creates)};
+        let query = doc! {"_id": {"$eq": id.clone()}, "$and": nothing_else(creates)};
         let delete = rawdoc! {"q": raw(&query)?, "limit": 1, "collation": raw(&simple_collation())?};
         statements.push(Statement { deletes: true, raw: delete });
     }
@@ -34,9 +34,15 @@ pub(super) fn statements(rule: &Rule, key: &Key, desired: &Desired) -> Result<Ve
     Ok(statements)
 }
 
-/// An expression that is true for a document without a path other than `_id` and those that rules own.
-pub(in crate::reconcile) fn nothing_else(creates: &Creates) -> Bson {
-    only(&creates.plain(), "$$ROOT", "", &["_id"])
+/// Conditions of a document without a path other than `_id` and those that rules own in it.
+pub(in crate::reconcile) fn nothing_else(creates: &Creates) -> Vec<Document> {
+    let mut all = vec![doc! {"$expr": only(&creates.plain(), "$$ROOT", "", &["_id"])}];
+    all.extend(creates.owned_where.iter().map(|(path, filters)| {
+        let mut either = vec![doc! {path.query(): {"$exists": false}}];
+        either.extend(filters.iter().cloned());
+        doc! {"$or": either}
+    }));
+    all
 }
 
 fn only(paths: &[Vec<&str>], document: &str, prefix: &str, others: &[&str]) -> Bson {

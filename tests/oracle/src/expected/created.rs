@@ -7,6 +7,7 @@ use crate::{
     World,
     expression::View,
     path::{Part, Path, Place, Step},
+    query::matches,
     rule::{Kind, Rule},
     value::equal,
 };
@@ -33,8 +34,6 @@ pub(super) fn apply(rule: &Rule, rules: &[Rule], world: &mut World, notes: &mut 
         let theirs = sources_of(other, world)?;
         kept_by_others.extend(self::rows(other, &theirs)?.into_iter().map(|row| Some(row.keys)));
     }
-    let owned: Vec<Path> = here().flat_map(Rule::owned).collect();
-
     let stored = world.get(&rule.target.collection).cloned().unwrap_or_default();
     let mut documents: Vec<Document> = Vec::new();
     let mut known: Vec<Vec<Bson>> = Vec::new();
@@ -45,6 +44,13 @@ pub(super) fn apply(rule: &Rule, rules: &[Rule], world: &mut World, notes: &mut 
         };
         let is_kept = |held: &Option<Vec<Key>>| held.as_ref().is_none_or(|held| same(held, &key));
         let has_rows = rows.iter().any(|row| same(&row.keys, &key));
+        // In other documents, the paths of a rule with `target.where` are the application's.
+        let mut owned: Vec<Path> = Vec::new();
+        for other in here() {
+            if matches(&document, &other.target.filter)? {
+                owned.extend(other.owned());
+            }
+        }
         let stays =
             has_rows || rule.keeps || kept_by_others.iter().any(is_kept) || has_more(&document, &owned, &["_id"]);
         known.push(key.clone());
