@@ -658,6 +658,11 @@ fn source_held() -> Vec<Case> {
             .has("s", [doc! {"_id": 1, "name": "a", "refs": [{"$ref": "@t", "$id": 1}, {"$ref": "@elsewhere", "$id": 2}]}])
             .has("t", [doc! {"_id": 1}, doc! {"_id": 2}])
             .expect("t", [doc! {"_id": 1, "name": "a"}, doc! {"_id": 2}]),
+        Case::new("source-held DBRef beside an array", "aggregate: { source: '@s', target: '@t', match: { _id: page.$id, lang: 'texts.$[].lang' }, set: { words: { $sum: $$element.words } } }")
+            .has("s", [doc! {"_id": 1, "page": {"$ref": "@t", "$id": 1}, "texts": [{"lang": "en", "words": 10}]}, doc! {"_id": 2, "page": {"$ref": "@elsewhere", "$id": 1}, "texts": [{"lang": "en", "words": 99}]}])
+            .has("t", [doc! {"_id": 1, "lang": "en"}])
+            .writes([update("s", 1, doc! {"$set": {"texts.0.words": 11}})])
+            .expect("t", [doc! {"_id": 1, "lang": "en", "words": 11}]),
         Case::new("source-held DBRef", "copy: { source: '@s', target: '@t', match: { _id: ref.$id }, set: { name: $name } }")
             .has("s", [doc! {"_id": 1, "name": "a", "ref": {"$ref": "@t", "$id": 1}}, doc! {"_id": 2, "name": "b", "ref": {"$ref": "@elsewhere", "$id": 2}}])
             .has("t", [doc! {"_id": 1}, doc! {"_id": 2}, doc! {"_id": 3}])

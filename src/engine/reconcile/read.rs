@@ -441,7 +441,7 @@ fn unwind(rule: &Rule, each: &FieldPath, mut wanted: Vec<Document>) -> Vec<Docum
     for path in rule.reference.paths(Role::Source) {
         let Bson::String(field) = row_path(path, Some(each)) else { continue };
         let at = field.trim_start_matches('$');
-        if at.starts_with(ELEMENT) && dbref_parent(path).is_some() {
+        if dbref_parent(path).is_some() {
             wanted.push(names_target(rule, at.trim_end_matches("$id")));
         }
         row_key.push(field);
@@ -844,7 +844,9 @@ pub fn values_without_source(rule: &Rule) -> Option<Document> {
 fn without_input(assignment: &Assignment) -> Bson {
     let empty = |accumulator: &Bson| Bson::from(doc! {"$literal": no_input_of(accumulator)});
     let Some((variables, expression)) = assignment.variables() else { return empty(&assignment.expression) };
-    let bound: Document = variables.iter().map(|(name, accumulator)| (name.clone(), empty(accumulator))).collect();
+    // Later servers put constants in the place of variables, and then evaluate them in branches that are not taken, such as 0 / 0.
+    let variable = |accumulator: &Bson| Bson::from(doc! {"$ifNull": ["$__denormd_nothing", empty(accumulator)]});
+    let bound: Document = variables.iter().map(|(name, accumulator)| (name.clone(), variable(accumulator))).collect();
     doc! {"$let": {"vars": bound, "in": expression.clone()}}.into()
 }
 
