@@ -10,17 +10,20 @@ mod sample;
 mod sharding;
 pub mod suspicion;
 
-use std::collections::BTreeMap;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use bson::Document;
 use serde::Serialize;
 
-use crate::{preflight, reconcile::Context};
+use crate::{checkpoint::earlier::settled, preflight, reconcile::Context};
 use denormd_model::field_path::FieldPath;
 use denormd_mongo::{Server, error::Result};
 use denormd_rules::{
     config::Mistake,
-    plan::{Plan, Rule, expression::Reads},
+    plan::{Plan, Rule, RuleId, expression::Reads},
 };
 pub use lookups::Lookup;
 use sample::Drawn;
@@ -47,8 +50,11 @@ pub struct Inspection {
     pub pre_images: Option<PreImages>,
     /// The findings from a sample of its documents. None if no sample was requested.
     pub sample: Option<Sample>,
-    /// Its effect on existing values. None if no sample was requested, and for a shadow rule.
+    /// Its effect on existing values. None if no sample was requested.
     pub adoption: Option<adoption::Count>,
+    /// A rule that it reads from and that has yet to write: `adoption` leaves out what follows from that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unsettled_by: Option<String>,
 }
 
 /// The pre-images of a rule's source.
@@ -95,9 +101,26 @@ pub async fn inspection(
             pre_images: pre_images(&context.server, rule).await?,
             sample,
             adoption,
+            unsettled_by: None,
         });
     }
+    let settled = settled(&context.server, &context.dead_letters.database, plan).await?;
+    let unsettled: Vec<Option<String>> =
+        plan.rules.iter().map(|rule| unsettled_by(plan, rule, &settled, &out)).collect();
+    for (inspection, feeder) in out.iter_mut().zip(unsettled) {
+        inspection.unsettled_by = feeder;
+    }
     Ok(out)
+}
+
+/// A rule that this one reads from and that has yet to write, by the inspections of the plan's rules.
+fn unsettled_by(plan: &Plan, rule: &Rule, settled: &BTreeSet<RuleId>, inspections: &[Inspection]) -> Option<String> {
+    let has_yet_to_write = |feeder: &&Arc<Rule>| {
+        let count = inspections.iter().find(|of| of.rule == feeder.name).and_then(|of| of.adoption.as_ref());
+        !settled.contains(&feeder.id) && count.is_some_and(|count| !count.figures.writes_nothing(feeder))
+    };
+    let feeders = plan.feeders(rule.id).into_iter().map(|feeder| plan.rule(feeder));
+    feeders.into_iter().find(has_yet_to_write).map(|feeder| feeder.name.clone())
 }
 
 async fn pre_images(server: &Server, rule: &Rule) -> Result<Option<PreImages>> {

@@ -587,6 +587,61 @@ async fn a_field_of_a_rule_that_is_blocked_keeps_its_document() {
     daemon.stop().await;
 }
 
+/// Both rules were counted before the first of them had written, so that the second one overwrote every label unasked.
+#[tokio::test]
+async fn a_rule_that_reads_what_another_has_yet_to_write_needs_agreement() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("makers").insert_one(doc! {"_id": 1, "name": "Ada"}).await.unwrap();
+    let parts = db.collection::<Document>("parts");
+    parts.insert_many((0..20).map(|n| doc! {"_id": n, "maker": 1})).await.unwrap();
+    let products = db.collection::<Document>("products");
+    products.insert_many((0..20).map(|n| doc! {"_id": n, "part": n, "label": "none"})).await.unwrap();
+    let rules = "
+  - { name: label, copy: { source: parts, target: products, match: { part: _id }, set: { label: { $ifNull: [$made_by, none] } } } }
+  - { name: maker, backfill: manual, copy: { source: makers, target: parts, match: { maker: _id }, set: { made_by: $name } } }";
+    let text = config(&test, rules);
+    let program = Program::new(&text);
+    let reason = "it reads what `maker` has yet to write, so its effect on 20 existing values is not known";
+    let told = program.run(&["plan", "--apply"]).await.exits(4);
+    assert!(told.out.contains("label: adds 0, overwrites 0, removes 0 (all 20 targets compared)"), "{}", told.out);
+    assert!(told.out.contains("as it is now: it reads what `maker` has yet to write"), "{}", told.out);
+    assert!(told.out.contains(reason), "{}", told.out);
+
+    let daemon = Daemon::start_unadopted(&text).await;
+    daemon.settled().await;
+    let states = daemon.progress().borrow().states.clone();
+    assert_eq!(states[1], RuleState::AwaitingBackfill);
+    let Some(BlockReason::Adoption(adoption)) = states[0].block() else { panic!("{:?}", states[0]) };
+    assert!(adoption.causes.iter().any(|cause| cause.contains(reason)), "{:?}", adoption.causes);
+    // Nobody can know what they would agree to.
+    let told = program.run(&["unblock", "label"]).await.exits(4);
+    assert!(told.err.contains(reason), "{}", told.err);
+    assert_eq!(products.count_documents(doc! {"label": "none"}).await.unwrap(), 20);
+
+    program.run(&["backfill", "--rule", "maker"]).await.exits(0);
+    let rules = test.beside("state").collection::<Document>("rules");
+    let is_over = doc! {"_id.rule": "maker", "keeping": {"$not": {"$type": "object"}}};
+    until("its first backfill is over", async || rules.find_one(is_over.clone()).await.unwrap()).await;
+    let told = program.run(&["plan"]).await;
+    assert!(told.out.contains("label: adds 0, overwrites 20, removes 0"), "{}", told.out);
+    assert!(!told.out.contains("yet to write"), "{}", told.out);
+    let told = program.run(&["unblock", "label"]).await.exits(0).out;
+    assert!(told.contains("  now: of 20 targets it adds 0, overwrites 20, removes 0\n"), "{told}");
+    until("the labels are written", async || {
+        (products.count_documents(doc! {"label": "Ada"}).await.unwrap() == 20).then_some(())
+    })
+    .await;
+    daemon.stop().await;
+
+    // A rule that has nothing to write leaves nothing unknown.
+    test.beside("state").drop().await.unwrap();
+    let daemon = Daemon::start_unadopted(&text.replace("backfill: manual, ", "")).await;
+    daemon.settled().await;
+    assert!(daemon.progress().borrow().states.iter().all(|state| *state == RuleState::Live));
+    daemon.stop().await;
+}
+
 /// Two deployments with a rule for one field overwrote each other's values for ever.
 #[tokio::test]
 async fn a_field_of_another_deployment_needs_agreement() {

@@ -475,6 +475,39 @@ async fn values_that_were_put_back_outlast_a_change_of_the_rule() {
     daemon.stop().await;
 }
 
+/// A rule leaves the config for a while, and the application writes its field again. `undo` put back values from before that time, and the
+/// application's newest were kept nowhere.
+#[tokio::test(flavor = "multi_thread")]
+async fn values_that_the_application_wrote_while_the_rule_was_gone_come_back() {
+    let test = denormd_fixture::database().await;
+    let logs = logs(&test).await;
+    let other = LABEL.replace("host-label", "other").replace("label:", "other:").replace("adopt: true, ", "");
+    let program = Program::new(&config(&test, &format!("{LABEL}\n{other}")));
+    let daemon = program.daemon();
+    program.backfilled(&test, 2).await;
+    ended(&test).await;
+    program.write(&config(&test, &other));
+    daemon.says("this rule is no longer in the config").await;
+    let newer = (1..300).map(|n| (n, format!("newer {n}")));
+    for (n, label) in newer.filter(|(n, _)| n % 2 == 1) {
+        logs.update_one(doc! {"_id": n}, doc! {"$set": {"label": label}}).await.unwrap();
+    }
+    // Values are kept with the second in which that was.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    program.write(&config(&test, &format!("{LABEL}\n{other}")));
+    until("the rule writes again", async || {
+        (one(&logs, 299).await.get_str("label").unwrap() == "host 29").then_some(())
+    })
+    .await;
+    ended(&test).await;
+    program.run(&["pause", "host-label"]).await.exits(0);
+    let told = program.run(&["undo", "host-label"]).await.exits(0).out;
+    assert!(told.starts_with("host-label: 299 values put back\n"), "{told}");
+    assert_eq!(one(&logs, 7).await.get_str("label").unwrap(), "newer 7");
+    assert_eq!(one(&logs, 8).await.get_str("label").unwrap(), "old 8");
+    daemon.stop().await;
+}
+
 /// Only a whole backfill makes the values denormd's own again. After its first page, `prune` removed those that were put back.
 #[tokio::test(flavor = "multi_thread")]
 async fn values_that_were_put_back_outlast_a_part_of_a_backfill() {

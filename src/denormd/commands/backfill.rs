@@ -14,14 +14,14 @@ use crate::{
     },
 };
 use denormd_engine::{
-    checkpoint::{rule_record::RuleRecord, store::Store},
+    checkpoint::{earlier, rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
     deployment::{identity::Identity, lease},
-    inspection::adoption::losses,
+    inspection::adoption::{EarlierWrites, Figures, Use, figures, losses, unsettled_feeder},
     reconcile::Context,
 };
 use denormd_model::{
-    rule_state::{BlockReason, RuleState},
+    rule_state::{Adoption, BlockReason, RuleState},
     text::span,
 };
 use denormd_mongo::{
@@ -166,6 +166,10 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         let hint = "use the daemon's config, or wait until the daemon has read this one: `denormd status` shows whether it has";
         return Err(Error::new(Kind::State, message).hint(hint).into());
     }
+    let now = match (reason, planned.first()) {
+        (BlockReason::Adoption(adoption), Some(rule)) => Some(counted_again(&context, rule, adoption).await?),
+        _ => None,
+    };
     // An agreement is recorded at once: it must not wait for a leader that this process cannot be.
     if !lease::is_held(&context.server, store.database(), store.ids()).await? {
         leader::ready(loaded, &context, &[]).await?;
@@ -173,6 +177,7 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
     if output == Output::Text {
         let objections = objections(&context, rule, reason).await;
         print(&blocked(rule, reason, &objections));
+        now.into_iter().flatten().for_each(|now| print(&format!("  now: {now}\n")));
     }
     if !store.unblock(&context.server, rule, reason, &record.definition).await? {
         let message = format!("rule `{rule}` is not blocked for this reason any more");
@@ -199,6 +204,28 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
     };
     print_as(output, || text(&done), json);
     complete(&done)
+}
+
+/// The effect of the first backfill of a blocked rule as it is now, in a few words; None if it is the one that is recorded. An error
+/// while the rule reads what another one has yet to write: nobody can know what they would agree to.
+async fn counted_again(context: &Context, rule: &Rule, recorded: &Adoption) -> Result<Option<String>> {
+    let server = &context.server;
+    let earlier = earlier::definitions(server, &context.dead_letters.database, &context.plan).await?;
+    let own = EarlierWrites::of(rule, earlier.get(&rule.name));
+    let figures = match Box::pin(figures(context, rule, &own, Use::Decision)).await {
+        Ok(counted) => counted.figures,
+        Err(error) if error.is_transient() => return Err(error),
+        Err(error) => return Ok(Some(format!("its effect could not be counted: {}", error.message))),
+    };
+    if let Some(at_stake) = figures.at_stake(rule, &own)
+        && let Some(feeder) = unsettled_feeder(context, rule).await?
+    {
+        let message = format!("rule `{}`: {}", rule.name, Figures::unknown_before(&feeder, &at_stake));
+        let hint = "`adopt: true` in the rule agrees to whatever it does";
+        return Err(Error::new(Kind::State, message).hint(hint));
+    }
+    let now = figures.adoption(Vec::new()).figures();
+    Ok((now != recorded.figures()).then_some(now))
 }
 
 /// The effect of a backfill on the values of a rule that is blocked, each in a few words.

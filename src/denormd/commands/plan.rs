@@ -305,19 +305,19 @@ fn would_block(out: &mut String, nth: usize, (rule, why): &(String, String)) {
 
 /// Describes the effect of the rules on existing data.
 fn existing(out: &mut String, plan: &Plan, live: &Live, options: &PlanOptions) {
-    let counts: Vec<_> = live
-        .inspections
-        .iter()
-        .filter_map(|inspection| Some((inspection.rule.as_str(), inspection.adoption.as_ref()?)))
-        .collect();
+    let counts: Vec<_> =
+        live.inspections.iter().filter_map(|inspection| Some((inspection, inspection.adoption.as_ref()?))).collect();
     if counts.is_empty() {
         return;
     }
     out.push_str("existing data\n");
-    for (rule, count) in &counts {
+    for (Inspection { rule, unsettled_by: feeder, .. }, count) in &counts {
         let in_shadow = plan.rules.iter().any(|known| known.name == *rule && known.shadow);
         let shadow = if in_shadow { "; in shadow: nothing is written" } else { "" };
         writeln!(out, "  {rule}: {} ({}{shadow})", changes(&count.figures), count.figures.stated_basis()).ok();
+        if let Some(feeder) = feeder {
+            writeln!(out, "    as it is now: it reads what `{feeder}` has yet to write").ok();
+        }
         for change in count.examples.iter().filter(|_| options.show_values) {
             writeln!(out, "    {}", example(change)).ok();
         }
@@ -387,7 +387,8 @@ fn blocked(rule: &Rule, inspection: &Inspection, before: Option<&Document>, susp
     if rule.adopt {
         return None;
     }
-    let standing = if EarlierWrites::of(rule, before).paths.is_empty() { Standing::New } else { Standing::Changed };
+    let own = EarlierWrites::of(rule, before);
+    let standing = if own.paths.is_empty() { Standing::New } else { Standing::Changed };
     let figures = &inspection.adoption.as_ref()?.figures;
     // Nothing can be counted without the index. The next run counts again once it exists, if the rule asks for one.
     let lacks_index = !rule.allow_scan && inspection.lookups.iter().any(|lookup| lookup.index.is_none());
@@ -397,6 +398,9 @@ fn blocked(rule: &Rule, inspection: &Inspection, before: Option<&Document>, susp
     let at = ConfigPath::rule(rule.id.0);
     let mistake = suspected.iter().find(|mistake| mistake.at.0.starts_with(&at.0)).filter(|_| figures.replaces_many());
     let mut why = figures.objections(standing);
+    if let (Some(feeder), Some(at_stake)) = (&inspection.unsettled_by, figures.at_stake(rule, &own)) {
+        why.push(Figures::unknown_before(feeder, &at_stake));
+    }
     if why.is_empty() {
         why.push(figures.suspected(mistake?));
     }

@@ -1,7 +1,10 @@
 //! The records of rules that have run, read without opening the state: for commands that write nothing, and before a leader
 //! knows the number of partitions.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use bson::{Bson, Document, doc};
 
@@ -10,7 +13,7 @@ use denormd_mongo::{
     Server, all,
     error::{Kind, Result},
 };
-use denormd_rules::plan::{Plan, RuleId};
+use denormd_rules::plan::{Plan, Rule, RuleId};
 
 use super::{
     adoption::Decisions,
@@ -41,6 +44,22 @@ pub async fn definitions(server: &Server, database: &str, plan: &Plan) -> Result
         };
     }
     Ok(written)
+}
+
+/// The rules of the plan that write nothing more by themselves: those whose first backfill has ended in all partitions, and those
+/// in shadow. Without the privilege to read this, only the latter.
+pub(crate) async fn settled(server: &Server, database: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
+    let records = match records(server, database, &plan.name, is_in_config()).await {
+        Err(error) if error.kind == Kind::Privilege => Vec::new(),
+        records => records?,
+    };
+    let is_settled = |rule: &&Arc<Rule>| {
+        let mut own = records.iter().filter(|(name, _)| *name == rule.name).map(|(_, record)| record).peekable();
+        let has_ended =
+            |record: &RuleRecord| record.runs(rule) && record.state == RuleState::Live && record.keeping.is_none();
+        rule.shadow || own.peek().is_some() && own.all(has_ended)
+    };
+    Ok(plan.rules.iter().filter(is_settled).map(|rule| rule.id).collect())
 }
 
 /// The rules of the plan that have already run with their current definition.

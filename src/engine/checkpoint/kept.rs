@@ -157,8 +157,8 @@ impl Kept<'_> {
         id
     }
 
-    /// The statements that keep a value before another one is written. A value that is kept already stays, unless
-    /// `undo` has left it; if the stored value is the one that denormd wrote, its successor is written down. `at` is the time
+    /// The statements that keep a value before another one is written. A value that is kept already stays, unless it is marked
+    /// by [`Kept::leave`] or [`Kept::leave_earlier`]; if the stored value is the one that denormd wrote, its successor is written down. `at` is the time
     /// from which its age counts.
     pub fn statements(
         &self,
@@ -185,15 +185,17 @@ impl Kept<'_> {
                 fields.append(cstr!("own"), RawBson::try_from(Bson::from(own.clone()))?);
             }
         }
-        if let Some(old) = old {
-            fields.append(cstr!("old"), old.clone());
+        let mut unset = doc! {"left": ""};
+        match old {
+            Some(old) => fields.append(cstr!("old"), old.clone()),
+            None => drop(unset.insert("old", "")),
         }
         let is_ours = doc! {
             "_id": id.clone(), "new": {"$ne": binary(new)}, "$or": [{"new": binary(was)}, {"was": binary(was)}],
         };
         Ok([
             rawdoc! {"q": raw(&doc! {"_id": id.clone()})?, "u": {"$setOnInsert": fields.clone()}, "upsert": true},
-            rawdoc! {"q": raw(&doc! {"_id": id, "left": true})?, "u": {"$set": fields, "$unset": {"left": ""}}},
+            rawdoc! {"q": raw(&doc! {"_id": id, "left": true})?, "u": {"$set": fields, "$unset": raw(&unset)?}},
             rawdoc! {"q": raw(&is_ours)?, "u": raw(&doc! {"$set": {"new": binary(new)}})?},
         ])
     }
@@ -277,6 +279,24 @@ impl Kept<'_> {
     pub async fn leave(&self, rule: &str) -> Result<()> {
         let kept = self.server.collection(self.database, COLLECTION);
         bounded(kept.update_many(self.range(rule, None), doc! {"$set": {"left": true}})).await?;
+        Ok(())
+    }
+
+    /// Marks the values at these paths of a collection that a rule kept before this time: the paths were the application's since, and
+    /// its values then replace them in the next first backfill. Times of kept values are whole seconds: those of the same second
+    /// are not marked.
+    pub async fn leave_earlier(
+        &self,
+        rule: &str,
+        collection: &str,
+        paths: &[String],
+        before: ClusterTime,
+    ) -> Result<()> {
+        let mut earlier = self.range(rule, None);
+        let before = DateTime::from_millis(i64::from(before.seconds) * 1000);
+        earlier.extend(doc! {"_id.collection": collection, "_id.path": {"$in": paths}, "at": {"$lt": before}});
+        let kept = self.server.collection(self.database, COLLECTION);
+        bounded(kept.update_many(earlier, doc! {"$set": {"left": true}})).await?;
         Ok(())
     }
 

@@ -13,6 +13,7 @@ use bson::{Bson, Document, RawBson, RawDocumentBuf, doc};
 use serde::Serialize;
 use tokio::time::Instant;
 
+use crate::checkpoint::earlier;
 use crate::jobs::check::Differing;
 use crate::reconcile::{
     Context,
@@ -20,7 +21,9 @@ use crate::reconcile::{
     read,
     value::size_of,
 };
-use denormd_model::{field_path::FieldPath, key::Key, namespace::Namespace, position::ClusterTime, text::counted};
+use denormd_model::{
+    field_path::FieldPath, key::Key, namespace::Namespace, position::ClusterTime, rule_state::Adoption, text::counted,
+};
 use denormd_mongo::{
     command::decoded,
     error::{Kind, Result},
@@ -302,6 +305,49 @@ impl Figures {
         reasons
     }
 
+    /// The record of this effect, with the reasons why a person must agree to it.
+    #[must_use]
+    pub fn adoption(&self, causes: Vec<String>) -> Adoption {
+        Adoption {
+            adds: self.adds,
+            overwrites: self.overwrites,
+            removes: self.removes + self.deletes,
+            total: self.compared,
+            sampled: self.basis != Basis::All,
+            causes,
+        }
+    }
+
+    /// True if the rule would write nothing, as far as the compared targets tell. False if too little is known.
+    #[must_use]
+    pub fn writes_nothing(&self, rule: &Rule) -> bool {
+        let Self { adds, overwrites, removes, deletes, .. } = *self;
+        let enough = self.basis != Basis::Some || self.compared >= DRAWN.unsigned_abs();
+        let inserts_none = rule.creates.is_none() || self.inserts == Some(0);
+        // Of a rule with nothing to overwrite, the daemon compares nothing.
+        let compares = self.basis == Basis::All || self.compared > 0;
+        enough && compares && inserts_none && !self.deletes_unknown && adds + overwrites + removes + deletes == 0
+    }
+
+    /// What the rule may change although it has not written it, in a few words; None where nothing is at stake.
+    #[must_use]
+    pub fn at_stake(&self, rule: &Rule, before: &EarlierWrites) -> Option<String> {
+        let deletes = rule.may_delete() && !before.deletes && self.targets > 0;
+        match self.foreign.values {
+            0 => deletes.then(|| counted(self.targets, "existing document")),
+            values => Some(counted(values, "existing value")),
+        }
+    }
+
+    /// The reason why a person must agree to a rule that reads what another one, `feeder`, has yet to write.
+    #[must_use]
+    pub fn unknown_before(feeder: &str, at_stake: &str) -> String {
+        format!(
+            "it reads what `{feeder}` has yet to write, so its effect on {at_stake} is not known: wait until `{feeder}` is live, and \
+             then look at `denormd plan`"
+        )
+    }
+
     /// The targets that would lose a value, and those that hold one: of all compared targets, or of those drawn at random,
     /// whichever lose more.
     fn losses(&self) -> (u64, u64) {
@@ -441,6 +487,25 @@ pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, of:
     counting.references().await?;
     counting.out.figures.inserts = super::created::inserts(context, rule).await?;
     Ok(counting.out)
+}
+
+/// The name of a rule that this one reads from, directly or through other rules, and that has yet to write: nobody knows what this
+/// one would do afterwards.
+pub async fn unsettled_feeder(context: &Context, rule: &Rule) -> Result<Option<String>> {
+    let feeders = context.plan.feeders(rule.id);
+    if feeders.is_empty() {
+        return Ok(None);
+    }
+    let settled = earlier::settled(&context.server, &context.dead_letters.database, &context.plan).await?;
+    for feeder in feeders.into_iter().filter(|feeder| !settled.contains(feeder)) {
+        let feeder = context.plan.rule(feeder);
+        match Box::pin(figures(context, feeder, &EarlierWrites::default(), Use::Decision)).await {
+            Ok(counted) if counted.figures.writes_nothing(feeder) => {}
+            Err(error) if error.is_transient() => return Err(error),
+            _ => return Ok(Some(feeder.name.clone())),
+        }
+    }
+    Ok(None)
 }
 
 /// The values that a backfill of a rule would remove.

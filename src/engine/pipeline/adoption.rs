@@ -6,6 +6,7 @@ use std::sync::Arc;
 use bson::Document;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
+use super::keep;
 use crate::{
     checkpoint::{
         adoption::{Decision, Decisions},
@@ -13,7 +14,7 @@ use crate::{
         store::Store,
     },
     inspection::{
-        adoption::{Basis, EarlierWrites, Figures, Standing, Use, figures},
+        adoption::{EarlierWrites, Figures, Standing, Use, figures, unsettled_feeder},
         suspicion::suspicions,
     },
     jobs::prune::{OtherDeployments, written_by},
@@ -71,6 +72,7 @@ async fn decision(
         }
         return Ok(None);
     }
+    let asked = context.server.operation_time().await?;
     let last = decisions.of(&rule.name).await?;
     // Another partition has decided, or this one before a crash. `adopt: true` agrees to what was blocked.
     let stands = |last: &&Decision| rule.has_definition(&last.definition) && !(rule.adopt && last.block.is_some());
@@ -88,6 +90,7 @@ async fn decision(
     };
     let earlier = earlier.filter(has_kept);
     let mut decision = Decision { definition: rule.definition.clone(), earlier, block: None };
+    keep::leave_earlier(context, rule, before, &decision, asked).await?;
     if rule.adopt && owner.is_none() {
         decisions.agree(&rule.name, &rule.definition, decision.earlier.as_ref()).await?;
         return Ok(Some(decision));
@@ -155,21 +158,15 @@ async fn count(
         }
     };
     let mut causes: Vec<String> = owner.into_iter().chain(figures.objections(standing)).collect();
+    if let Some(at_stake) = figures.at_stake(rule, &own)
+        && let Some(feeder) = unsettled_feeder(whole, rule).await?
+    {
+        causes.push(Figures::unknown_before(&feeder, &at_stake));
+    }
     // The rule may replace its own values, but not by values that look like a mistake.
     if causes.is_empty() && figures.replaces_many() {
         let suspected = Box::pin(suspicions(&whole.server, &whole.plan, rule)).await?;
         causes.extend(suspected.first().map(|first| figures.suspected(first)));
     }
-    Ok((!causes.is_empty()).then(|| adoption(&figures, causes)))
-}
-
-fn adoption(figures: &Figures, causes: Vec<String>) -> Adoption {
-    Adoption {
-        adds: figures.adds,
-        overwrites: figures.overwrites,
-        removes: figures.removes + figures.deletes,
-        total: figures.compared,
-        sampled: figures.basis != Basis::All,
-        causes,
-    }
+    Ok((!causes.is_empty()).then(|| figures.adoption(causes)))
 }

@@ -14,7 +14,7 @@ use denormd_model::{position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::error::Result;
 use denormd_rules::{
     config::OnMissing,
-    plan::{Rule, Values},
+    plan::{Rule, Values, narrowed},
 };
 
 /// Interval between deletions of expired values.
@@ -33,9 +33,7 @@ pub(super) fn of(rule: &Rule, before: Option<&RuleRecord>, decision: Option<&Dec
     let returns = before.is_some_and(|record| record.state == RuleState::Removed);
     let earlier = decision.and_then(|decision| decision.earlier.as_ref()).filter(|_| !returns);
     let own = EarlierWrites::of(rule, earlier).paths;
-    // Its first backfill may be unfinished. Its progress does not apply to other targets.
-    let same_targets = |record: &&RuleRecord| record.definition.get("target") == rule.definition.get("target");
-    let open = before.filter(same_targets).and_then(|record| record.keeping.as_ref()).filter(|_| !returns);
+    let open = before.and_then(|record| open(rule, record));
     let is_open = |path: &String| open.is_some_and(|open| open.paths.contains(path));
     let owned = rule.owned().into_iter().map(ToString::to_string);
     let paths: Vec<String> = owned.filter(|path| !own.contains(path) || is_open(path)).collect();
@@ -45,16 +43,37 @@ pub(super) fn of(rule: &Rule, before: Option<&RuleRecord>, decision: Option<&Dec
     (!paths.is_empty()).then_some(Keeping { paths, passed })
 }
 
-/// Begins to keep values for a rule that was registered.
-pub(super) async fn begin(context: &Context, rule: &Rule, keeping: Option<Keeping>) -> Result<()> {
-    if keeping.as_ref().is_some_and(|keeping| keeping.passed.is_empty()) {
-        context.kept().forget_not_kept(&rule.name).await?;
-    }
-    resume(context, rule, keeping).await
+/// What the unfinished first backfill of an earlier definition keeps in the same targets: its progress does not apply to others.
+fn open<'a>(rule: &Rule, record: &'a RuleRecord) -> Option<&'a Keeping> {
+    let same_targets = narrowed(&record.definition, &rule.definition).get("target") == rule.definition.get("target");
+    record.keeping.as_ref().filter(|_| same_targets && record.state != RuleState::Removed)
 }
 
-/// Goes on keeping values, after a restart or under another leader.
-pub(super) async fn resume(context: &Context, rule: &Rule, keeping: Option<Keeping>) -> Result<()> {
+/// Marks what a rule kept at paths that were the application's since: with another definition, or while the rule was not in the
+/// config. Comes before the decision about its definition is recorded, because after that a partition may keep values. `asked` is a
+/// time before this decision was looked for.
+pub(super) async fn leave_earlier(
+    context: &Context,
+    rule: &Rule,
+    before: Option<&RuleRecord>,
+    decision: &Decision,
+    asked: ClusterTime,
+) -> Result<()> {
+    let Some(keeping) = of(rule, before, Some(decision)) else { return Ok(()) };
+    let kept = context.kept();
+    if keeping.passed.is_empty() {
+        kept.forget_not_kept(&rule.name).await?;
+    }
+    let records = context.state_of_deployment().await?.of_each_partition(&context.server, &rule.name).await?;
+    let is_open = |path: &String| {
+        records.iter().filter_map(|(_, record)| open(rule, record)).any(|open| open.paths.contains(path))
+    };
+    let paths: Vec<String> = keeping.paths.into_iter().filter(|path| !is_open(path)).collect();
+    kept.leave_earlier(&rule.name, &rule.target.namespace.to_string(), &paths, asked).await
+}
+
+/// Keeps values for a rule, from its registration on or after a restart.
+pub(super) async fn begin(context: &Context, rule: &Rule, keeping: Option<Keeping>) -> Result<()> {
     let Some(keeping) = keeping.filter(|_| context.undo.enabled) else {
         context.memory.kept.end(rule.id);
         return Ok(());

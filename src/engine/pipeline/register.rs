@@ -15,10 +15,12 @@ use crate::{
         rule_record::{Agreement, RuleRecord},
         store::Store,
     },
+    dead_letter::Chosen,
     reconcile::Context,
 };
 use denormd_model::{
     failpoint,
+    position::ClusterTime,
     rule_state::{Adoption, BlockReason, RuleState},
 };
 use denormd_mongo::error::Result;
@@ -49,7 +51,7 @@ pub(super) async fn register_rules(context: &Context, store: &Store) -> Result<R
                 if (begins || record.state.awaits_agreement()) && !has_kept {
                     forget_work(context, rule).await?;
                 }
-                keep::resume(context, rule, record.keeping.clone()).await?;
+                keep::begin(context, rule, record.keeping.clone()).await?;
                 (record.state.clone(), record.generation)
             }
             (before, decision) => register(context, store, others.as_ref(), rule, before, decision).await?,
@@ -135,7 +137,13 @@ async fn register(
     before: Option<&RuleRecord>,
     decision: Option<Decision>,
 ) -> Result<(RuleState, i64)> {
-    let keeping = keep::of(rule, before, decision.as_ref());
+    let mut keeping = keep::of(rule, before, decision.as_ref());
+    if let Some(passed) = keeping.as_mut().map(|keeping| &mut keeping.passed).filter(|passed| !passed.is_empty())
+        && has_work(context, store, rule).await?
+    {
+        // It is forgotten below: then nothing tells which of the targets up to there still hold the application's values.
+        passed.clear();
+    }
     let block = decision.and_then(|decision| decision.block);
     let change = match before {
         None => "new rule",
@@ -175,6 +183,13 @@ async fn register(
     Ok(registered)
 }
 
+/// True if a rule has dead letters or fan-out jobs.
+async fn has_work(context: &Context, store: &Store, rule: &Rule) -> Result<bool> {
+    let chosen = Chosen { rule: Some(rule.name.clone()), key: None };
+    Ok(context.dead_letters.count(&context.server, &chosen).await? > 0
+        || store.is_fanning_out(&context.server, Some(&rule.name), ClusterTime::default()).await?)
+}
+
 /// Deletes the dead letters and the fan-out jobs of a rule: a backfill from the start covers them, and their keys may be those
 /// of a former definition. After the new definition is recorded, so that they are still there if the former one
 /// goes on after a crash in between.
@@ -205,7 +220,10 @@ async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleR
     match context.dead_letters.retain(&context.server, &context.plan).await {
         Ok(0) => {}
         Ok(deleted) => {
-            tracing::info!(deleted, "dead letters of rules and partitions that no longer exist are deleted");
+            tracing::info!(
+                deleted,
+                "dead letters of rules and partitions that no longer exist are deleted"
+            );
         }
         Err(error) => tracing::warn!(
             error = %error.message,
