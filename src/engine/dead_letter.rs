@@ -6,7 +6,10 @@ use bson::{Bson, DateTime, Document, RawDocument, RawDocumentBuf, doc};
 use futures_util::TryStreamExt;
 use serde::Deserialize;
 
-use crate::request::{Request, Scope, Task};
+use crate::{
+    checkpoint::rule_record::{fingerprint_of, of_other_definitions},
+    request::{Request, Scope, Task},
+};
 use denormd_model::{
     clock,
     key::Key,
@@ -73,7 +76,10 @@ impl DeadLetters {
     ) -> Result<()> {
         let id = self.id(rule, task, offending);
         let now = clock::now();
-        let mut set = doc! {"code": error.code, "reason": &error.message, "path": &offending.path, "last": now};
+        let mut set = doc! {
+            "code": error.code, "reason": &error.message, "path": &offending.path, "last": now,
+            "definition": fingerprint_of(rule),
+        };
         let mut unset = Document::new();
         if let Some(nodes) = offending.tree {
             let (keys, name, other) = match nodes {
@@ -283,8 +289,8 @@ impl DeadLetters {
         Ok(server.collection(&self.database, COLLECTION).delete_many(self.filter(chosen)).await?.deleted_count)
     }
 
-    /// Deletes the dead letters of rules that are not in the plan, under the leader's deadline: a former leader would otherwise
-    /// delete those of a rule that has come back since. Also deletes those of partitions that no longer exist
+    /// Deletes the dead letters of rules that are not in the plan, or not by this definition, under the leader's deadline: a former
+    /// leader would otherwise delete those of a rule that has come back since. Also deletes those of partitions that no longer exist
     /// because their number has changed: no leader retries them, and a repartitioning leaves them behind if it cannot carry them over.
     pub async fn retain(&self, server: &Server, plan: &Plan) -> Result<u64> {
         let names: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
@@ -292,7 +298,8 @@ impl DeadLetters {
         let of_rules = self.of_rules(doc! {"$type": "string", "$nin": names});
         let ids: Vec<String> = Partition::all(self.partition.of()).map(|one| one.id(&self.deployment)).collect();
         let of_partitions = doc! {"deployment": &self.deployment, "_id.deployment": {"$type": "string", "$nin": ids}};
-        let gone = [of_rules, of_partitions];
+        let of_definitions = doc! {"$and": [self.filter(&Chosen::default()), of_other_definitions(&plan.rules)]};
+        let gone = [of_rules, of_partitions, of_definitions];
         let mut more_attempts = 1..CLEARINGS;
         loop {
             match self.delete(server, &gone).await {
@@ -460,6 +467,8 @@ pub struct DeadLetter {
     pub circle: Vec<Key>,
     /// The rule's name.
     pub rule: String,
+    /// The fingerprint of the rule's definition at that time; None if an earlier version recorded it.
+    definition: Option<Bson>,
     /// The error, without values of documents.
     pub reason: String,
     /// Path of the field whose shape prevents the write.
@@ -497,6 +506,8 @@ struct Stored {
     last: DateTime,
     #[serde(rename = "asked", default)]
     asked: Option<DateTime>,
+    #[serde(rename = "definition", default)]
+    definition: Option<Bson>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -520,7 +531,7 @@ impl DeadLetter {
             Ok((stored, task, id.as_document().cloned().unwrap_or_default()))
         };
         let (stored, task, id) = read().map_err(|why| Unreadable { id: Box::new(id.clone()), rule, why })?;
-        let Stored { rule, reason, path, circle, attempts, first, last, asked, .. } = stored;
+        let Stored { rule, reason, path, circle, attempts, first, last, asked, definition, .. } = stored;
         let pause = pause(attempts).min(if circle.is_empty() { i64::MAX } else { LONGEST_IN_CIRCLE });
         Ok(Self {
             id,
@@ -529,6 +540,7 @@ impl DeadLetter {
             target: stored.id.target.first().map(loaded_value).map(Key::one),
             circle: circle.iter().map(|member| loaded(member)).collect(),
             rule,
+            definition,
             reason,
             path,
             attempts,
@@ -548,6 +560,12 @@ impl DeadLetter {
         }
     }
 
+    /// True if it is of this definition of the rule.
+    #[must_use]
+    pub fn is_of(&self, rule: &Rule) -> bool {
+        self.definition.as_ref().is_none_or(|definition| *definition == fingerprint_of(rule))
+    }
+
     /// True for the same dead letter, even if one of the two has been retried since.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
@@ -562,7 +580,7 @@ impl DeadLetter {
             (Some(offending), _) => offending == target,
             (None, Task::Value | Task::Holders) => references.iter().flatten().any(|key| *key == self.key),
             // Its key is the `_id` of a source, which a target may have as well.
-            (None, Task::LocateSource | Task::Bucket) => false,
+            (None, Task::LocateSource | Task::Parents | Task::Bucket) => false,
             (None, _) => self.key == *target,
         }
     }

@@ -89,15 +89,8 @@ pub struct Work {
     pub committed: Option<i64>,
     /// Failed attempts since the last request.
     pub attempts: u32,
-    /// Time of the first of the failures in a row for which a write took too long or a privilege is missing, and their number,
-    /// however many requests came after that.
-    pub failing: Option<(Instant, u32)>,
-    /// Time limit of its reads, if they have taken too long. Such a key is slow: it runs alone.
-    pub read_limit: Option<Duration>,
-    /// Maximum number of keys in a batch with this key, once a larger read has timed out.
-    pub batch_keys: Option<usize>,
-    /// Time at which its write was first restarted, because a statement for all of its targets took too long.
-    pub restarted: Option<Instant>,
+    /// What has taken too long. Boxed, because a hundred thousand keys may wait, and few have any.
+    slowness: Option<Box<Slowness>>,
     /// True once the targets that lose their values by it are counted towards the removal limit.
     pub is_counted: bool,
     /// Time at which a reference was first found to dangle, for policies that remove, or a target to differ, for the
@@ -111,6 +104,31 @@ pub struct Work {
     pub waits_since: Option<Instant>,
     /// The batches that its requests come from.
     origins: Origins,
+}
+
+/// The attempts of a work that took too long.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Slowness {
+    /// Time of the first of the failures in a row for which a write took too long or a privilege is missing, and their number,
+    /// however many requests came after that.
+    pub failing: Option<(Instant, u32)>,
+    /// Time limit of its reads, if they have taken too long. Such a key is slow: it runs alone.
+    pub read_limit: Option<Duration>,
+    /// Maximum number of keys in a batch with this key, once a larger read has timed out.
+    pub batch_keys: Option<usize>,
+    /// Time at which its write was first restarted, because a statement for all of its targets took too long.
+    pub restarted: Option<Instant>,
+}
+
+impl Slowness {
+    fn or(self, other: Self) -> Self {
+        Self {
+            failing: self.failing.or(other.failing),
+            read_limit: self.read_limit.or(other.read_limit),
+            batch_keys: self.batch_keys.or(other.batch_keys),
+            restarted: self.restarted.or(other.restarted),
+        }
+    }
 }
 
 /// The oldest batch of each stream from which a work comes; usually of one stream.
@@ -493,7 +511,10 @@ impl WorkQueue {
         let before = slot.as_ref().map_or(0, |work| weight(&queue_key.key, &work.scope));
         let work = match slot.take() {
             Some(pending) => pending.merge(work),
-            None => Work { read_limit: self.slow.known.get(&queue_key).copied(), ..work },
+            None => match self.slow.known.get(&queue_key) {
+                Some(limit) => work.is_slow(Slowness { read_limit: Some(*limit), ..Slowness::default() }),
+                None => work,
+            },
         };
         let work = work.with_origin(origin, watermark);
         self.weights.adjust(queue_key.lane, weight(&queue_key.key, &work.scope), before);
@@ -512,7 +533,7 @@ impl WorkQueue {
         let Some(entry) = self.entries.get_mut(&queue_key) else { return };
         let Some(work) = entry.pending.as_ref().filter(|_| entry.running.is_none() && !entry.in_lane) else { return };
         entry.in_lane = true;
-        if work.read_limit.is_some() {
+        if work.slowness().read_limit.is_some() {
             self.slow.ready.push_back(queue_key);
         } else {
             self.lanes.entry(queue_key.lane).or_default().push_back(queue_key.key);
@@ -536,7 +557,7 @@ impl WorkQueue {
         if writes(lane.1) {
             self.writing.entry(lane.0).or_default().insert(self.taken);
         }
-        if items.iter().any(|(_, work)| work.read_limit.is_some()) {
+        if items.iter().any(|(_, work)| work.slowness().read_limit.is_some()) {
             (self.slow.running, self.slow.last) = (Some(self.taken), self.taken);
         }
         Some(Batch { lane, items, number: self.taken })
@@ -638,7 +659,7 @@ impl WorkQueue {
         let queue_key = QueueKey { lane, key: key.clone() };
         self.slow.remember(&queue_key, read_limit);
         if let Some(pending) = self.entries.get_mut(&queue_key).and_then(|entry| entry.pending.as_mut()) {
-            pending.read_limit = read_limit;
+            pending.slowness_mut().read_limit = read_limit;
         }
     }
 
@@ -774,24 +795,69 @@ fn writes(task: Task) -> bool {
 }
 
 impl Work {
+    /// What has taken too long.
+    #[must_use]
+    pub fn slowness(&self) -> Slowness {
+        self.slowness.as_deref().copied().unwrap_or_default()
+    }
+
+    /// The same, to be changed.
+    pub fn slowness_mut(&mut self) -> &mut Slowness {
+        self.slowness.get_or_insert_default()
+    }
+
+    /// The same work with this slowness.
+    #[must_use]
+    pub fn is_slow(self, slowness: Slowness) -> Self {
+        Self { slowness: Some(Box::new(slowness)), ..self }
+    }
+
     /// True if each attempt has failed for so long that the number of attempts no longer matters: a key may be requested
     /// more often than it fails.
     #[must_use]
     pub fn has_failed_for_long(&self) -> bool {
-        self.failing.is_some_and(|(since, failures)| failures >= FAILURES && since.elapsed() > LONGEST_FAILING)
+        self.slowness()
+            .failing
+            .is_some_and(|(since, failures)| failures >= FAILURES && since.elapsed() > LONGEST_FAILING)
     }
 
     /// Counts a failure of an attempt. One that passes by itself (not `lasting`) ends the row.
     pub fn fails(&mut self, lasting: bool) {
         self.attempts += 1;
-        let (since, failures) = self.failing.unwrap_or_else(|| (Instant::now(), 0));
-        self.failing = lasting.then_some((since, failures + 1));
+        let (since, failures) = self.slowness().failing.unwrap_or_else(|| (Instant::now(), 0));
+        if lasting {
+            self.slowness_mut().failing = Some((since, failures + 1));
+        } else {
+            self.fails_no_more();
+        }
+    }
+
+    /// Forgets that its write was restarted: it is another write now.
+    pub fn begins(&mut self) {
+        if let Some(slowness) = &mut self.slowness {
+            slowness.restarted = None;
+        }
+    }
+
+    /// Removes the limit of its reads.
+    pub fn has_read_quickly(&mut self) {
+        if let Some(slowness) = &mut self.slowness {
+            slowness.read_limit = None;
+        }
+    }
+
+    /// Ends the row of failures.
+    pub fn fails_no_more(&mut self) {
+        if let Some(slowness) = &mut self.slowness {
+            slowness.failing = None;
+        }
     }
 
     /// Maximum number of keys in a batch with this one.
     fn max_batch_keys(&self) -> usize {
         // A restarted statement takes seconds, for which other keys of the batch would wait.
-        if self.restarted.is_some() { 1 } else { self.batch_keys.unwrap_or(usize::MAX) }
+        let Slowness { restarted, batch_keys, .. } = self.slowness();
+        if restarted.is_some() { 1 } else { batch_keys.unwrap_or(usize::MAX) }
     }
 
     /// Merges two works on one key; the newer one has no origins yet.
@@ -800,10 +866,10 @@ impl Work {
         self.after = self.after.max(newer.after);
         self.committed = earliest(self.committed, newer.committed);
         self.attempts = 0;
-        self.failing = self.failing.or(newer.failing);
-        self.read_limit = self.read_limit.or(newer.read_limit);
-        self.batch_keys = self.batch_keys.or(newer.batch_keys);
-        self.restarted = self.restarted.or(newer.restarted);
+        self.slowness = match (self.slowness, newer.slowness) {
+            (Some(own), Some(newer)) => Some(Box::new(own.or(*newer))),
+            (own, newer) => own.or(newer),
+        };
         self.is_counted &= newer.is_counted;
         self.unconfirmed_since = None;
         self.unconfirmed_mismatch = self.unconfirmed_mismatch.or(newer.unconfirmed_mismatch);
@@ -917,7 +983,7 @@ mod tests {
             for (key, work) in batch.items {
                 let weight = work.scope.weight();
                 let finish = finish(work);
-                let limit = if let Finish::Again { work, .. } = &finish { work.read_limit } else { None };
+                let limit = if let Finish::Again { work, .. } = &finish { work.slowness().read_limit } else { None };
                 self.queue.set_read_limit(batch.lane, &key, limit);
                 self.queue.finish(batch.lane, key, weight, finish, self.now, &mut self.watermark);
             }
@@ -958,6 +1024,12 @@ mod tests {
         assert_eq!(bench.keys(), [9]);
     }
 
+    /// A hundred thousand keys may wait: with 320 bytes for each entry, the next size of the allocator, the queue took 6 MB more.
+    #[test]
+    fn an_entry_is_small() {
+        assert!(size_of::<Entry>() <= 256, "{} bytes", size_of::<Entry>());
+    }
+
     /// A key that changed more often than it failed was tried for ever, and never became a dead letter.
     #[test]
     fn a_new_request_does_not_hide_how_long_a_key_fails() {
@@ -971,9 +1043,9 @@ mod tests {
         });
         bench.push(Task::Value, 1, Scope::All, 1);
         let mut work = bench.take().unwrap().items.remove(0).1;
-        assert_eq!(work.failing.map(|(_, failures)| failures), Some(1));
+        assert_eq!(work.slowness().failing.map(|(_, failures)| failures), Some(1));
         work.fails(false);
-        assert_eq!(work.failing, None, "an outage");
+        assert_eq!(work.slowness().failing, None, "an outage");
     }
 
     /// A restarted key takes seconds: it shares its batch with no other key, and is not lost behind the others.
@@ -987,8 +1059,8 @@ mod tests {
         let batch = bench.take().unwrap();
         assert_eq!(batch.items.len(), 2);
         let now = bench.now;
-        bench
-            .finish(batch, |work| Finish::Again { work: Work { restarted: Some(now), ..work }, delay: Duration::ZERO });
+        let restarted = Slowness { restarted: Some(now), ..Slowness::default() };
+        bench.finish(batch, |work| Finish::Again { work: work.is_slow(restarted), delay: Duration::ZERO });
         bench.push(Task::Value, 3, Scope::All, 2);
         bench.push(Task::Value, 4, Scope::All, 2);
         let mut batches = Vec::new();
@@ -1008,15 +1080,15 @@ mod tests {
             bench.push(Task::Value, key, Scope::All, 1);
         }
         let batch = bench.take().unwrap();
-        bench
-            .finish(batch, |work| Finish::Again { work: Work { batch_keys: Some(12), ..work }, delay: Duration::ZERO });
+        let few = Slowness { batch_keys: Some(12), ..Slowness::default() };
+        bench.finish(batch, |work| Finish::Again { work: work.is_slow(few), delay: Duration::ZERO });
         for key in 30..70 {
             bench.push(Task::Value, key, Scope::All, 2);
         }
         bench.push(Task::Value, 0, Scope::All, 2);
         let mut batches = Vec::new();
         while let Some(batch) = bench.take() {
-            let few = batch.items.iter().filter(|(_, work)| work.batch_keys.is_some()).count();
+            let few = batch.items.iter().filter(|(_, work)| work.slowness().batch_keys.is_some()).count();
             batches.push((few, batch.items.len()));
         }
         assert!(batches.iter().all(|(few, keys)| *few == 0 || *keys <= 12), "{batches:?}");
@@ -1033,10 +1105,8 @@ mod tests {
             bench.push(Task::Value, key, Scope::All, 1);
         }
         let batch = bench.take().unwrap();
-        let slow = |work| Finish::Again {
-            work: Work { read_limit: Some(Duration::from_secs(1)), ..work },
-            delay: Duration::ZERO,
-        };
+        let limit = Slowness { read_limit: Some(Duration::from_secs(1)), ..Slowness::default() };
+        let slow = |work: Work| Finish::Again { work: work.is_slow(limit), delay: Duration::ZERO };
         bench.finish(batch, slow);
         for key in [4, 5] {
             bench.push(Task::Value, key, Scope::All, 2);
@@ -1068,17 +1138,17 @@ mod tests {
         bench.queue.set_read_limit(LANE, &key, limit);
         bench.queue.finish(LANE, key.clone(), 1, done(), bench.now, &mut bench.watermark);
         let batch = bench.take().unwrap();
-        assert_eq!(batch.items[0].1.read_limit, limit, "what was asked for while it ran");
+        assert_eq!(batch.items[0].1.slowness().read_limit, limit, "what was asked for while it ran");
         bench.queue.ended(LANE, batch.number);
         bench.queue.set_read_limit(LANE, &key, limit);
         bench.queue.finish(LANE, key, 1, done(), bench.now, &mut bench.watermark);
         assert!(bench.queue.is_empty());
         bench.push(Task::Value, 1, Scope::All, 3);
         let batch = bench.take().unwrap();
-        assert_eq!(batch.items[0].1.read_limit, limit);
+        assert_eq!(batch.items[0].1.slowness().read_limit, limit);
         bench.done(batch);
         bench.push(Task::Value, 1, Scope::All, 4);
-        assert_eq!(bench.take().unwrap().items[0].1.read_limit, None);
+        assert_eq!(bench.take().unwrap().items[0].1.slowness().read_limit, None);
     }
 
     #[test]

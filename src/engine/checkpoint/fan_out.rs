@@ -20,7 +20,10 @@ use denormd_mongo::{
 };
 use denormd_rules::plan::{Plan, Rule, RuleId};
 
-use super::term::{mine, refused_upsert};
+use super::{
+    rule_record::{fingerprint_of, of_other_definitions},
+    term::{mine, refused_upsert},
+};
 
 /// The collection of fan-out jobs in the state database: one document per deployment, rule, task and key.
 pub const COLLECTION: &str = "fan_outs";
@@ -69,7 +72,7 @@ impl FanOuts {
     pub async fn open(&self, server: &Server, rule: &Rule, subject: Subject, committed: Option<i64>) -> Result<FanOut> {
         let request = ObjectId::new();
         let mut update = doc! {
-            "$set": {"wish": request, "after": [], "term": server.term()},
+            "$set": {"wish": request, "after": [], "term": server.term(), "definition": fingerprint_of(rule)},
             "$unset": {"in_parts": ""},
             "$setOnInsert": {"started": clock::now()},
         };
@@ -126,9 +129,18 @@ impl FanOuts {
     /// Deletes all jobs of a rule, because a backfill of the rule covers them. Runs under the leader's deadline: a delayed
     /// deletion would also delete jobs that were opened after that backfill began.
     pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
-        let filter = doc! {
-            "_id.deployment": &self.deployment, "_id.rule": rule, "term": {"$not": {"$gt": server.term()}},
-        };
+        self.delete(server, doc! {"_id.rule": rule}).await
+    }
+
+    /// Deletes the jobs of other definitions than those of the plan: the start that registered the new definition may have ended before
+    /// it forgot them, or a former leader has recorded them late.
+    pub async fn retain(&self, server: &Server, plan: &Plan) -> Result<()> {
+        self.delete(server, of_other_definitions(&plan.rules)).await
+    }
+
+    async fn delete(&self, server: &Server, which: Document) -> Result<()> {
+        let mut filter = doc! {"_id.deployment": &self.deployment, "term": {"$not": {"$gt": server.term()}}};
+        filter.extend(which);
         let delete = text::escaped(&RawDocumentBuf::try_from(&doc! {"q": filter, "limit": 0})?).into_owned();
         let mut done = server.delete(&self.database, COLLECTION, &[delete], FORGETTING).await?;
         done.refused.pop().map_or(Ok(()), |(_, error)| Err(error))

@@ -425,18 +425,18 @@ pub async fn holders(server: &Server, database: &str, deployment: &str) -> Resul
 }
 
 /// Condition for a free lease: it has expired, and the grace period for the writes under it is over; or it was given
-/// back.
+/// back, after the last write under it, whatever the clock says.
 #[must_use]
 pub fn is_free() -> Document {
     let is_date = doc! {"$eq": [{"$type": "$until"}, "date"]};
     let until = doc! {"$cond": [is_date, "$until", DateTime::from_millis(0)]};
     let given_back = doc! {"$eq": [{"$ifNull": ["$owner", Bson::Null]}, Bson::Null]};
-    let by_clock = doc! {"$lte": [{"$add": [until, {"$cond": [given_back.clone(), 0, millis(GRACE)]}]}, "$$NOW"]};
+    let by_clock = doc! {"$lte": [{"$add": [until, millis(GRACE)]}, "$$NOW"]};
     // The grace period is longer than the second that a cluster time is rounded to.
     let second =
         doc! {"$cond": [{"$eq": [{"$type": "$cluster_until"}, "date"]}, "$cluster_until", DateTime::from_millis(0)]};
     let by_cluster_time = doc! {"$lte": [{"$add": [second, millis(GRACE)]}, latest()]};
-    doc! {"$and": [by_clock, {"$or": [given_back, by_cluster_time]}]}
+    doc! {"$or": [given_back, {"$and": [by_clock, by_cluster_time]}]}
 }
 
 /// The later of the server's clock and the cluster time. The cluster time of a write is at most a fraction of a second

@@ -96,9 +96,9 @@ impl Pipeline {
             let elsewhere = self.context.memory.fan_outs.any() || self.rules.state(batch.lane.0).is_backfilling();
             self.schedule.postpone_verdicts(&mut batch, elsewhere, now);
             let detached = self.rules.state(batch.lane.0).is_blocked();
-            let whole = |work: &Work| work.scope == Scope::All && work.read_limit.is_none();
+            let whole = |work: &Work| work.scope == Scope::All && work.slowness().read_limit.is_none();
             if batch.lane.1 == Task::Value && batch.items.iter().any(|(_, work)| whole(work)) {
-                let restarted = batch.items.iter().any(|(_, work)| work.restarted.is_some());
+                let restarted = batch.items.iter().any(|(_, work)| work.slowness().restarted.is_some());
                 let start = if restarted { now.checked_sub(LONG) } else { None };
                 self.batches.whole.insert((batch.lane, batch.number), start.unwrap_or(now));
             }
@@ -153,7 +153,7 @@ impl Pipeline {
                     Next::Done { pause }
                 }
                 End::Later(delay) => {
-                    work.failing = None;
+                    work.fails_no_more();
                     Next::Again { delay }
                 }
                 End::Failed(error) => {

@@ -216,18 +216,19 @@ async fn remove_absent(context: &Context, store: &Store, known: &[(String, RuleR
         context.fan_outs.forget(&context.server, name).await?;
         tracing::warn!(rule = %name, "this rule is no longer in the config: its fields stay until `denormd prune {name}`");
     }
+    context.fan_outs.retain(&context.server, &context.plan).await?;
     // After the states: a rule that returns to the config is backfilled, so it needs its former dead letters no more.
     match context.dead_letters.retain(&context.server, &context.plan).await {
         Ok(0) => {}
         Ok(deleted) => {
             tracing::info!(
                 deleted,
-                "dead letters of rules and partitions that no longer exist are deleted"
+                "dead letters of rules, definitions and partitions that no longer exist are deleted"
             );
         }
         Err(error) => tracing::warn!(
             error = %error.message,
-            "dead letters of rules and partitions that no longer exist cannot be deleted; the next start tries again"
+            "dead letters of rules, definitions and partitions that no longer exist cannot be deleted; the next start tries again"
         ),
     }
     Ok(())

@@ -222,8 +222,9 @@ impl Schedule {
             !(is_closed || full && lane.1.looks_up())
         })?;
         // A slow key already runs in parallel with others.
-        let waited =
-            |work: &Work| work.read_limit.is_none() && shrinks_by_waiting(&self.router, batch.lane, &work.scope);
+        let waited = |work: &Work| {
+            work.slowness().read_limit.is_none() && shrinks_by_waiting(&self.router, batch.lane, &work.scope)
+        };
         if batch.items.iter().any(|(_, work)| waited(work)) {
             self.waited.insert((batch.lane, batch.number));
             self.deferral.took(now, batch.items.len());
@@ -278,7 +279,7 @@ impl Schedule {
         }
         for (key, work, next) in keys {
             let weight = work.scope.weight();
-            self.queue.set_read_limit(lane, &key, work.read_limit);
+            self.queue.set_read_limit(lane, &key, work.slowness().read_limit);
             let finish = match next {
                 Next::Done { pause } => Finish::Done { pause },
                 Next::Again { delay } => Finish::Again { delay, work },

@@ -46,7 +46,7 @@ impl Run<'_> {
         let unusable = self.unusable(&unusable, after).await?;
         let error = create::unusable(&self.rule.reference);
         for item in items.iter_mut().filter(|item| unusable.contains(&item.key)) {
-            item.end = Some(self.dead_letter(&item.key, None, &error).await);
+            item.end = Some(self.set_aside(item, &error).await);
         }
         Ok(())
     }

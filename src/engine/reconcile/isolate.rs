@@ -50,12 +50,29 @@ impl Run<'_> {
         }
         for item in &mut items {
             item.end = Some(if reaction == Reaction::Isolate {
-                self.dead_letter(&item.key, None, &error).await
+                self.set_aside(item, &error).await
             } else {
                 End::Failed(error.clone())
             });
         }
         items.into_iter().map(Item::ended).collect()
+    }
+
+    /// Records a dead letter for the key of a request. Targets without a reference share the empty key, and only their `_id`s tell which
+    /// are meant: one for each of them.
+    pub(super) async fn set_aside(&self, item: &Item, error: &Error) -> End {
+        let Scope::Named(ids) = &item.work.scope else { return self.dead_letter(&item.key, None, error).await };
+        if !item.key.values().is_empty() {
+            return self.dead_letter(&item.key, None, error).await;
+        }
+        let mut end = End::Done;
+        for id in ids {
+            end = self.dead_letter(&item.key, Some(id), error).await;
+            if let End::Failed(_) = end {
+                break;
+            }
+        }
+        end
     }
 
     pub(super) async fn dead_letter(&self, key: &Key, target: Option<&Key>, error: &Error) -> End {

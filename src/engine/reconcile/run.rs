@@ -26,7 +26,7 @@ use crate::{
         value::{Desired, Rows},
     },
     request::{Request, Scope, Task},
-    workqueue::{Batch, Lane, Work},
+    workqueue::{Batch, Lane},
 };
 use denormd_model::{key::Key, position::ClusterTime};
 use denormd_mongo::error::{Error, Kind, Result};
@@ -60,7 +60,7 @@ pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome
     let (rule, task) = batch.lane;
     let rule = context.plan.rule(rule).clone();
     let limit = match batch.items.as_slice() {
-        [(_, Work { read_limit: Some(limit), .. })] => *limit,
+        [(_, work)] => work.slowness().read_limit.unwrap_or(context.limits.read_timeout),
         _ => context.limits.read_timeout,
     };
     let run = Run { context: &context, rule: &rule, task, detached, limit, started, bytes: AtomicUsize::default() };
@@ -142,7 +142,8 @@ impl Run<'_> {
         for (nth, item) in items.iter_mut().enumerate() {
             let page = (item.work.scope == Scope::All).then(|| self.context.memory.fan_outs.page(&self.subject(item)));
             if let Some(page) = page.flatten() {
-                (item.work.scope, item.work.restarted, item.work.is_counted) = (Scope::Named(page), None, false);
+                (item.work.scope, item.work.is_counted) = (Scope::Named(page), false);
+                item.work.begins();
                 fan_outs_running.push(nth);
             }
         }
@@ -212,7 +213,7 @@ impl Run<'_> {
         let desired = match rows.desired(self.rule, &item.key) {
             Ok(desired) => desired,
             Err(error) if error.kind == Kind::Refused => {
-                item.end = Some(self.dead_letter(&item.key, None, &error).await);
+                item.end = Some(self.set_aside(item, &error).await);
                 return Ok(None);
             }
             Err(error) => return Err(error),
@@ -220,7 +221,7 @@ impl Run<'_> {
         match &desired {
             Desired::Remove | Desired::Delete => item.end = self.destroys(item).await?,
             // The restarted statement was for all targets, and they are still to be written.
-            Desired::Fields(_) if item.work.restarted.is_some() => {
+            Desired::Fields(_) if item.work.slowness().restarted.is_some() => {
                 item.end = Some(self.rest(item, rows, &desired).await);
             }
             _ => {}

@@ -45,18 +45,18 @@ impl Run<'_> {
         self.context.metrics.record_error(Some(&self.rule.name), "read", &error);
         if at_once > 1 {
             for item in &mut items {
-                item.work.batch_keys = Some(at_once);
+                item.work.slowness_mut().batch_keys = Some(at_once);
                 item.end = Some(End::Later(Duration::ZERO));
             }
             return items.into_iter().map(Item::ended).collect();
         }
         for item in &mut items {
-            item.end = Some(match next_limit(item.work.read_limit, keys, timeout) {
+            item.end = Some(match next_limit(item.work.slowness().read_limit, keys, timeout) {
                 Some(limit) => {
-                    item.work.read_limit = Some(limit);
+                    item.work.slowness_mut().read_limit = Some(limit);
                     End::Later(Duration::ZERO)
                 }
-                None => self.dead_letter(&item.key, None, &error).await,
+                None => self.set_aside(item, &error).await,
             });
         }
         items.into_iter().map(Item::ended).collect()
@@ -66,7 +66,7 @@ impl Run<'_> {
     pub(super) fn judge_speed(&self, items: &mut [Item]) {
         if self.started.elapsed() < self.context.limits.read_timeout / PART {
             for item in items.iter_mut().filter(|item| matches!(item.end, None | Some(End::Done | End::DeadLetter))) {
-                item.work.read_limit = None;
+                item.work.has_read_quickly();
             }
         }
     }

@@ -56,7 +56,7 @@ impl Run<'_> {
         let ((mut refused, mut matched), (others, found)) = (first?, second?);
         refused.extend(others);
         matched += found;
-        let whole = |item: &Item| item.work.scope == Scope::All && item.work.restarted.is_none();
+        let whole = |item: &Item| item.work.scope == Scope::All && item.work.slowness().restarted.is_none();
         if self.task == Task::Value && owners >= items.len() && items.iter().all(whole) {
             self.context.memory.traits.learn(self.rule.id, |traits| traits.shape.learn(items.len(), matched));
         }
@@ -91,7 +91,7 @@ impl Run<'_> {
     pub(super) async fn refused(&self, item: &mut Item, rows: &Rows, error: Error, long: bool) -> End {
         match error.reaction() {
             Reaction::Divide if long && self.may_go_on(item, rows) => {
-                item.work.restarted.get_or_insert_with(Instant::now);
+                item.work.slowness_mut().restarted.get_or_insert_with(Instant::now);
                 End::Later(Duration::ZERO)
             }
             Reaction::Divide | Reaction::Isolate => self.in_steps(item, rows, error).await.unwrap_or_else(End::Failed),
@@ -104,7 +104,11 @@ impl Run<'_> {
         self.task == Task::Value
             && self.rule.creates.is_none()
             && item.work.scope == Scope::All
-            && item.work.restarted.is_none_or(|since| since.elapsed() < self.context.limits.write_timeout * RESTARTED)
+            && item
+                .work
+                .slowness()
+                .restarted
+                .is_none_or(|since| since.elapsed() < self.context.limits.write_timeout * RESTARTED)
             && matches!(rows.desired(self.rule, &item.key), Ok(Desired::Fields(_)))
     }
 
@@ -187,7 +191,7 @@ impl Run<'_> {
     pub(super) async fn rest(&self, item: &mut Item, rows: &Rows, desired: &Desired) -> End {
         let begun = Instant::now();
         let timeout = self.context.limits.write_timeout;
-        let end = item.work.restarted.unwrap_or(begun) + timeout * RESTARTED;
+        let end = item.work.slowness().restarted.unwrap_or(begun) + timeout * RESTARTED;
         let parts = self.parts_of_rest(&item.key, desired).await;
         let failed = Mutex::new(None);
         let (key, failure) = (&item.key, &failed);
