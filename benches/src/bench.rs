@@ -63,8 +63,8 @@ impl Cost {
 
 impl Bench {
     /// Starts the server. With a cache of 2 GB it evicts old versions of what was changed a moment ago while something is
-    /// measured: a quarter of its CPU and more. With test commands it validates each of its own replies to `find`, `aggregate` and
-    /// `getMore`, which no user's server does: 4% of what an event of a change stream costs.
+    /// measured: a quarter of its CPU and more. With test commands enabled, it also validates its own replies to `find`, `aggregate`
+    /// and `getMore`, which production servers do not: 4% of the cost of a change event.
     pub async fn start(rounds: usize) -> Self {
         let set = ReplicaSet::builder().cache_gb(8.0).oplog_mb(4096).enable_test_commands(false).start().await;
         Self { client: set.client().await, set, rounds }

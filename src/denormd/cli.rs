@@ -423,8 +423,8 @@ Examples:
 A rule is blocked, and its values stay as they are, when its source collection is gone, when more targets would have lost
 their values than limits.destroy_per_hour allows, or when its first backfill would change existing data. `denormd status`
 shows the reason and the figures. This command prints them too, counted again, and agrees at once, without asking: the rule is
-backfilled, and a source that does not exist counts as empty. The agreement is for this definition of the rule. It is refused
-while the rule reads what another rule has yet to write: nobody knows what it would do afterwards.
+backfilled, and a source that does not exist counts as empty. The agreement is for this definition of the rule. `unblock`
+refuses while the rule reads fields that another rule has not written yet, because its effect is unknown.
 
 Exit status: 0 all targets are up to date, or the rule was not blocked, 1 failed, or some targets became dead letters, 2 usage or
 config error, 4 the state of the rule does not allow it."

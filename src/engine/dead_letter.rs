@@ -6,10 +6,7 @@ use bson::{Bson, DateTime, Document, RawDocument, RawDocumentBuf, doc};
 use futures_util::TryStreamExt;
 use serde::Deserialize;
 
-use crate::{
-    checkpoint::rule_record::{fingerprint_of, of_other_definitions},
-    request::{Request, Scope, Task},
-};
+use crate::request::{Request, Scope, Task};
 use denormd_model::{
     clock,
     key::Key,
@@ -78,7 +75,7 @@ impl DeadLetters {
         let now = clock::now();
         let mut set = doc! {
             "code": error.code, "reason": &error.message, "path": &offending.path, "last": now,
-            "definition": fingerprint_of(rule),
+            "definition": rule.fingerprint(),
         };
         let mut unset = Document::new();
         if let Some(nodes) = offending.tree {
@@ -289,17 +286,17 @@ impl DeadLetters {
         Ok(server.collection(&self.database, COLLECTION).delete_many(self.filter(chosen)).await?.deleted_count)
     }
 
-    /// Deletes the dead letters of rules that are not in the plan, or not by this definition, under the leader's deadline: a former
+    /// Deletes the dead letters of rules and definitions that are not in the plan, under the leader's deadline: a former
     /// leader would otherwise delete those of a rule that has come back since. Also deletes those of partitions that no longer exist
     /// because their number has changed: no leader retries them, and a repartitioning leaves them behind if it cannot carry them over.
     pub async fn retain(&self, server: &Server, plan: &Plan) -> Result<u64> {
         let names: Vec<&str> = plan.rules.iter().map(|rule| rule.name.as_str()).collect();
         // A dead letter without a readable rule name or partition stays: its rule and its partition may exist.
-        let of_rules = self.of_rules(doc! {"$type": "string", "$nin": names});
+        let of_rules = vec![doc! {"rule": {"$type": "string", "$nin": names}}, plan.other_definitions()];
+        let of_rules = doc! {"$and": [self.filter(&Chosen::default()), {"$or": of_rules}]};
         let ids: Vec<String> = Partition::all(self.partition.of()).map(|one| one.id(&self.deployment)).collect();
         let of_partitions = doc! {"deployment": &self.deployment, "_id.deployment": {"$type": "string", "$nin": ids}};
-        let of_definitions = doc! {"$and": [self.filter(&Chosen::default()), of_other_definitions(&plan.rules)]};
-        let gone = [of_rules, of_partitions, of_definitions];
+        let gone = [of_rules, of_partitions];
         let mut more_attempts = 1..CLEARINGS;
         loop {
             match self.delete(server, &gone).await {
@@ -313,12 +310,8 @@ impl DeadLetters {
     /// Deletes the dead letters of a rule whose definition has changed, also under the leader's deadline: their keys and tasks are those of
     /// the former definition, and the backfill of the new one finds what still cannot be read or written.
     pub async fn forget(&self, server: &Server, rule: &str) -> Result<()> {
-        self.delete(server, &[self.of_rules(doc! {"$eq": rule})]).await?;
+        self.delete(server, &[self.filter(&Chosen { rule: Some(rule.to_owned()), key: None })]).await?;
         Ok(())
-    }
-
-    fn of_rules(&self, rules: Document) -> Document {
-        doc! {"$and": [self.filter(&Chosen::default()), {"rule": rules}]}
     }
 
     async fn delete(&self, server: &Server, gone: &[Document]) -> Result<u64> {
@@ -560,10 +553,10 @@ impl DeadLetter {
         }
     }
 
-    /// True if it is of this definition of the rule.
+    /// True if it was recorded under this definition of the rule.
     #[must_use]
     pub fn is_of(&self, rule: &Rule) -> bool {
-        self.definition.as_ref().is_none_or(|definition| *definition == fingerprint_of(rule))
+        self.definition.as_ref().is_none_or(|definition| *definition == rule.fingerprint())
     }
 
     /// True for the same dead letter, even if one of the two has been retried since.

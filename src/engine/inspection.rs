@@ -52,7 +52,7 @@ pub struct Inspection {
     pub sample: Option<Sample>,
     /// Its effect on existing values. None if no sample was requested.
     pub adoption: Option<adoption::Count>,
-    /// A rule that it reads from and that has yet to write: `adoption` leaves out what follows from that.
+    /// A rule that it reads from and that has not finished writing; `adoption` excludes the effect of those writes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unsettled_by: Option<String>,
 }
@@ -113,7 +113,7 @@ pub async fn inspection(
     Ok(out)
 }
 
-/// A rule that this one reads from and that has yet to write, by the inspections of the plan's rules.
+/// A rule that this one reads from and that has not finished writing, by the inspections of the plan's rules.
 fn unsettled_by(plan: &Plan, rule: &Rule, settled: &BTreeSet<RuleId>, inspections: &[Inspection]) -> Option<String> {
     let has_yet_to_write = |feeder: &&Arc<Rule>| {
         let count = inspections.iter().find(|of| of.rule == feeder.name).and_then(|of| of.adoption.as_ref());

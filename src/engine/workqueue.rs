@@ -89,7 +89,7 @@ pub struct Work {
     pub committed: Option<i64>,
     /// Failed attempts since the last request.
     pub attempts: u32,
-    /// What has taken too long. Boxed, because a hundred thousand keys may wait, and few have any.
+    /// Its timeouts. Boxed: few of the many waiting keys have any.
     slowness: Option<Box<Slowness>>,
     /// True once the targets that lose their values by it are counted towards the removal limit.
     pub is_counted: bool,
@@ -106,7 +106,7 @@ pub struct Work {
     origins: Origins,
 }
 
-/// The attempts of a work that took too long.
+/// The timeouts of a work, and the limits that follow from them.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Slowness {
     /// Time of the first of the failures in a row for which a write took too long or a privilege is missing, and their number,
@@ -512,7 +512,7 @@ impl WorkQueue {
         let work = match slot.take() {
             Some(pending) => pending.merge(work),
             None => match self.slow.known.get(&queue_key) {
-                Some(limit) => work.is_slow(Slowness { read_limit: Some(*limit), ..Slowness::default() }),
+                Some(limit) => work.with_slowness(Slowness { read_limit: Some(*limit), ..Slowness::default() }),
                 None => work,
             },
         };
@@ -659,7 +659,10 @@ impl WorkQueue {
         let queue_key = QueueKey { lane, key: key.clone() };
         self.slow.remember(&queue_key, read_limit);
         if let Some(pending) = self.entries.get_mut(&queue_key).and_then(|entry| entry.pending.as_mut()) {
-            pending.slowness_mut().read_limit = read_limit;
+            match read_limit {
+                Some(_) => pending.slowness_mut().read_limit = read_limit,
+                None => pending.clear_read_limit(),
+            }
         }
     }
 
@@ -795,20 +798,20 @@ fn writes(task: Task) -> bool {
 }
 
 impl Work {
-    /// What has taken too long.
+    /// Its timeouts.
     #[must_use]
     pub fn slowness(&self) -> Slowness {
         self.slowness.as_deref().copied().unwrap_or_default()
     }
 
-    /// The same, to be changed.
+    /// Mutable access to its timeouts.
     pub fn slowness_mut(&mut self) -> &mut Slowness {
         self.slowness.get_or_insert_default()
     }
 
     /// The same work with this slowness.
     #[must_use]
-    pub fn is_slow(self, slowness: Slowness) -> Self {
+    pub fn with_slowness(self, slowness: Slowness) -> Self {
         Self { slowness: Some(Box::new(slowness)), ..self }
     }
 
@@ -828,26 +831,26 @@ impl Work {
         if lasting {
             self.slowness_mut().failing = Some((since, failures + 1));
         } else {
-            self.fails_no_more();
+            self.clear_failures();
         }
     }
 
-    /// Forgets that its write was restarted: it is another write now.
-    pub fn begins(&mut self) {
+    /// Forgets that its write was restarted, because another write follows.
+    pub fn clear_restart(&mut self) {
         if let Some(slowness) = &mut self.slowness {
             slowness.restarted = None;
         }
     }
 
     /// Removes the limit of its reads.
-    pub fn has_read_quickly(&mut self) {
+    pub fn clear_read_limit(&mut self) {
         if let Some(slowness) = &mut self.slowness {
             slowness.read_limit = None;
         }
     }
 
-    /// Ends the row of failures.
-    pub fn fails_no_more(&mut self) {
+    /// Resets the series of failures.
+    pub fn clear_failures(&mut self) {
         if let Some(slowness) = &mut self.slowness {
             slowness.failing = None;
         }
@@ -1060,7 +1063,7 @@ mod tests {
         assert_eq!(batch.items.len(), 2);
         let now = bench.now;
         let restarted = Slowness { restarted: Some(now), ..Slowness::default() };
-        bench.finish(batch, |work| Finish::Again { work: work.is_slow(restarted), delay: Duration::ZERO });
+        bench.finish(batch, |work| Finish::Again { work: work.with_slowness(restarted), delay: Duration::ZERO });
         bench.push(Task::Value, 3, Scope::All, 2);
         bench.push(Task::Value, 4, Scope::All, 2);
         let mut batches = Vec::new();
@@ -1081,7 +1084,7 @@ mod tests {
         }
         let batch = bench.take().unwrap();
         let few = Slowness { batch_keys: Some(12), ..Slowness::default() };
-        bench.finish(batch, |work| Finish::Again { work: work.is_slow(few), delay: Duration::ZERO });
+        bench.finish(batch, |work| Finish::Again { work: work.with_slowness(few), delay: Duration::ZERO });
         for key in 30..70 {
             bench.push(Task::Value, key, Scope::All, 2);
         }
@@ -1106,7 +1109,7 @@ mod tests {
         }
         let batch = bench.take().unwrap();
         let limit = Slowness { read_limit: Some(Duration::from_secs(1)), ..Slowness::default() };
-        let slow = |work: Work| Finish::Again { work: work.is_slow(limit), delay: Duration::ZERO };
+        let slow = |work: Work| Finish::Again { work: work.with_slowness(limit), delay: Duration::ZERO };
         bench.finish(batch, slow);
         for key in [4, 5] {
             bench.push(Task::Value, key, Scope::All, 2);

@@ -602,10 +602,10 @@ async fn a_rule_that_reads_what_another_has_yet_to_write_needs_agreement() {
   - { name: maker, backfill: manual, copy: { source: makers, target: parts, match: { maker: _id }, set: { made_by: $name } } }";
     let text = config(&test, rules);
     let program = Program::new(&text);
-    let reason = "it reads what `maker` has yet to write, so its effect on 20 existing values is not known";
+    let reason = "it reads fields that `maker` has not written yet, so its effect on 20 existing values is unknown";
     let told = program.run(&["plan", "--apply"]).await.exits(4);
     assert!(told.out.contains("label: adds 0, overwrites 0, removes 0 (all 20 targets compared)"), "{}", told.out);
-    assert!(told.out.contains("as it is now: it reads what `maker` has yet to write"), "{}", told.out);
+    assert!(told.out.contains("as of now: `maker` has not yet written fields that this rule reads"), "{}", told.out);
     assert!(told.out.contains(reason), "{}", told.out);
 
     let daemon = Daemon::start_unadopted(&text).await;
@@ -625,7 +625,7 @@ async fn a_rule_that_reads_what_another_has_yet_to_write_needs_agreement() {
     until("its first backfill is over", async || rules.find_one(is_over.clone()).await.unwrap()).await;
     let told = program.run(&["plan"]).await;
     assert!(told.out.contains("label: adds 0, overwrites 20, removes 0"), "{}", told.out);
-    assert!(!told.out.contains("yet to write"), "{}", told.out);
+    assert!(!told.out.contains("not written yet"), "{}", told.out);
     let told = program.run(&["unblock", "label"]).await.exits(0).out;
     assert!(told.contains("  now: of 20 targets it adds 0, overwrites 20, removes 0\n"), "{told}");
     until("the labels are written", async || {

@@ -492,6 +492,12 @@ async fn values_that_the_application_wrote_while_the_rule_was_gone_come_back() {
     for (n, label) in newer.filter(|(n, _)| n % 2 == 1) {
         logs.update_one(doc! {"_id": n}, doc! {"$set": {"label": label}}).await.unwrap();
     }
+    // What denormd wrote itself is not the application's, although its source has changed meanwhile.
+    test.database()
+        .collection::<Document>("hosts")
+        .update_one(doc! {"_id": 8}, doc! {"$set": {"name": "host eight"}})
+        .await
+        .unwrap();
     // Values are kept with the second in which that was.
     tokio::time::sleep(Duration::from_secs(1)).await;
     program.write(&config(&test, &format!("{LABEL}\n{other}")));

@@ -260,14 +260,6 @@ fn with_others() -> Vec<Case> {
                 delete("sales", 4),
             ])
             .expect("counts", [doc! {"_id": 8, "n": 0, "name": "the application's"}]),
-        Case::new("the last field of others goes while an owned one is set", COUNT)
-            .has("sales", [sale(4, 8, "2024-03-09T12:00:00Z", 8)])
-            .has("counts", [doc! {"_id": 8, "n": 1, "note": LONG}])
-            .writes([
-                delete("sales", 4),
-                update("counts", 8, doc! {"$set": {"n": 5}, "$unset": {"note": 1}}),
-            ])
-            .expect("counts", []),
         Case::new("owned paths inside a field", &COUNT.replace("set: { n", "set: { stats.n"))
             .has("counts", [doc! {"_id": 7, "stats": {"by": "me"}}, doc! {"_id": 8, "stats": {"n": 4}}, doc! {"_id": 9, "stats": {}}])
             .has("sales", [sale(1, 6, "2024-03-09T10:00:00Z", 5)])

@@ -206,8 +206,8 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
     complete(&done)
 }
 
-/// The effect of the first backfill of a blocked rule as it is now, in a few words; None if it is the one that is recorded. An error
-/// while the rule reads what another one has yet to write: nobody can know what they would agree to.
+/// The current effect of a blocked rule's first backfill; None if it equals the recorded one. Fails while the rule reads fields that
+/// another rule has not written yet.
 async fn counted_again(context: &Context, rule: &Rule, recorded: &Adoption) -> Result<Option<String>> {
     let server = &context.server;
     let earlier = earlier::definitions(server, &context.dead_letters.database, &context.plan).await?;
@@ -221,11 +221,14 @@ async fn counted_again(context: &Context, rule: &Rule, recorded: &Adoption) -> R
         && let Some(feeder) = unsettled_feeder(context, rule).await?
     {
         let message = format!("rule `{}`: {}", rule.name, Figures::unknown_before(&feeder, &at_stake));
-        let hint = "`adopt: true` in the rule agrees to whatever it does";
+        let hint = "`adopt: true` in the rule agrees to any effect";
         return Err(Error::new(Kind::State, message).hint(hint));
     }
-    let now = figures.adoption(Vec::new()).figures();
-    Ok((now != recorded.figures()).then_some(now))
+    let now = figures.adoption(Vec::new());
+    // Two samples differ in what they would add.
+    let is_same = (now.overwrites, now.removes) == (recorded.overwrites, recorded.removes)
+        && (now.sampled || now.adds == recorded.adds);
+    Ok((!is_same).then(|| now.figures()))
 }
 
 /// The effect of a backfill on the values of a rule that is blocked, each in a few words.

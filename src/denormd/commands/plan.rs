@@ -316,7 +316,7 @@ fn existing(out: &mut String, plan: &Plan, live: &Live, options: &PlanOptions) {
         let shadow = if in_shadow { "; in shadow: nothing is written" } else { "" };
         writeln!(out, "  {rule}: {} ({}{shadow})", changes(&count.figures), count.figures.stated_basis()).ok();
         if let Some(feeder) = feeder {
-            writeln!(out, "    as it is now: it reads what `{feeder}` has yet to write").ok();
+            writeln!(out, "    as of now: `{feeder}` has not yet written fields that this rule reads").ok();
         }
         for change in count.examples.iter().filter(|_| options.show_values) {
             writeln!(out, "    {}", example(change)).ok();

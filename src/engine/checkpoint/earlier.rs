@@ -46,8 +46,8 @@ pub async fn definitions(server: &Server, database: &str, plan: &Plan) -> Result
     Ok(written)
 }
 
-/// The rules of the plan that write nothing more by themselves: those whose first backfill has ended in all partitions, and those
-/// in shadow. Without the privilege to read this, only the latter.
+/// The rules whose first backfill has ended in all partitions, and those in shadow. Without the privilege to read the records, only
+/// the latter.
 pub(crate) async fn settled(server: &Server, database: &str, plan: &Plan) -> Result<BTreeSet<RuleId>> {
     let records = match records(server, database, &plan.name, is_in_config()).await {
         Err(error) if error.kind == Kind::Privilege => Vec::new(),

@@ -20,10 +20,7 @@ use denormd_mongo::{
 };
 use denormd_rules::plan::{Plan, Rule, RuleId};
 
-use super::{
-    rule_record::{fingerprint_of, of_other_definitions},
-    term::{mine, refused_upsert},
-};
+use super::term::{mine, refused_upsert};
 
 /// The collection of fan-out jobs in the state database: one document per deployment, rule, task and key.
 pub const COLLECTION: &str = "fan_outs";
@@ -72,7 +69,7 @@ impl FanOuts {
     pub async fn open(&self, server: &Server, rule: &Rule, subject: Subject, committed: Option<i64>) -> Result<FanOut> {
         let request = ObjectId::new();
         let mut update = doc! {
-            "$set": {"wish": request, "after": [], "term": server.term(), "definition": fingerprint_of(rule)},
+            "$set": {"wish": request, "after": [], "term": server.term(), "definition": rule.fingerprint()},
             "$unset": {"in_parts": ""},
             "$setOnInsert": {"started": clock::now()},
         };
@@ -132,10 +129,10 @@ impl FanOuts {
         self.delete(server, doc! {"_id.rule": rule}).await
     }
 
-    /// Deletes the jobs of other definitions than those of the plan: the start that registered the new definition may have ended before
-    /// it forgot them, or a former leader has recorded them late.
+    /// Deletes the jobs of definitions that are not in the plan: a start may have ended between registering a definition and deleting
+    /// the former one's jobs, or a former leader may have recorded them late.
     pub async fn retain(&self, server: &Server, plan: &Plan) -> Result<()> {
-        self.delete(server, of_other_definitions(&plan.rules)).await
+        self.delete(server, plan.other_definitions()).await
     }
 
     async fn delete(&self, server: &Server, which: Document) -> Result<()> {
@@ -146,9 +143,9 @@ impl FanOuts {
         done.refused.pop().map_or(Ok(()), |(_, error)| Err(error))
     }
 
-    /// Reads the jobs of all rules in the plan.
+    /// Reads the jobs of all rules in the plan, by its definitions.
     pub async fn all(&self, server: &Server, plan: &Plan) -> Result<Vec<FanOut>> {
-        let filter = doc! {"_id.deployment": &self.deployment};
+        let filter = doc! {"_id.deployment": &self.deployment, "$nor": [plan.other_definitions()]};
         let mut cursor = bounded(server.collection(&self.database, COLLECTION).find(filter)).await?;
         let mut out = Vec::new();
         while let Some(doc) = bounded(cursor.try_next()).await? {

@@ -158,8 +158,8 @@ impl Kept<'_> {
     }
 
     /// The statements that keep a value before another one is written. A value that is kept already stays, unless it is marked
-    /// by [`Kept::leave`] or [`Kept::leave_earlier`]; if the stored value is the one that denormd wrote, its successor is written down. `at` is the time
-    /// from which its age counts.
+    /// ([`Kept::leave`], [`Kept::leave_earlier`]); if the stored value is the one that denormd wrote, its successor is written down. `at`
+    /// is the time from which its age counts.
     pub fn statements(
         &self,
         rule: &str,
@@ -185,18 +185,24 @@ impl Kept<'_> {
                 fields.append(cstr!("own"), RawBson::try_from(Bson::from(own.clone()))?);
             }
         }
-        let mut unset = doc! {"left": ""};
-        match old {
-            Some(old) => fields.append(cstr!("old"), old.clone()),
-            None => drop(unset.insert("old", "")),
+        if let Some(old) = old {
+            fields.append(cstr!("old"), old.clone());
         }
+        let mut unset = doc! {"left": ""};
+        for name in ["by", "rest", "own", "old"] {
+            if fields.get(name)?.is_none() {
+                unset.insert(name, "");
+            }
+        }
+        // Otherwise the stored value is denormd's own, and the one that is kept is still the application's last.
+        let is_newer = doc! {"_id": id.clone(), "left": true, "new": {"$ne": binary(was)}};
         let is_ours = doc! {
             "_id": id.clone(), "new": {"$ne": binary(new)}, "$or": [{"new": binary(was)}, {"was": binary(was)}],
         };
         Ok([
             rawdoc! {"q": raw(&doc! {"_id": id.clone()})?, "u": {"$setOnInsert": fields.clone()}, "upsert": true},
-            rawdoc! {"q": raw(&doc! {"_id": id, "left": true})?, "u": {"$set": fields, "$unset": raw(&unset)?}},
-            rawdoc! {"q": raw(&is_ours)?, "u": raw(&doc! {"$set": {"new": binary(new)}})?},
+            rawdoc! {"q": raw(&is_newer)?, "u": {"$set": fields, "$unset": raw(&unset)?}},
+            rawdoc! {"q": raw(&is_ours)?, "u": raw(&doc! {"$set": {"new": binary(new)}, "$unset": {"left": ""}})?},
         ])
     }
 
@@ -282,9 +288,8 @@ impl Kept<'_> {
         Ok(())
     }
 
-    /// Marks the values at these paths of a collection that a rule kept before this time: the paths were the application's since, and
-    /// its values then replace them in the next first backfill. Times of kept values are whole seconds: those of the same second
-    /// are not marked.
+    /// Marks the values that a rule kept at these paths before this time. The application has owned the paths since, so the next first
+    /// backfill keeps its newer values instead. Times are whole seconds; values of the same second are not marked.
     pub async fn leave_earlier(
         &self,
         rule: &str,
@@ -294,7 +299,7 @@ impl Kept<'_> {
     ) -> Result<()> {
         let mut earlier = self.range(rule, None);
         let before = DateTime::from_millis(i64::from(before.seconds) * 1000);
-        earlier.extend(doc! {"_id.collection": collection, "_id.path": {"$in": paths}, "at": {"$lt": before}});
+        earlier.extend(doc! {"_id.collection": collection, "_id.path": {"$in": paths}, "at": {"$lt": before}, "left": {"$ne": true}});
         let kept = self.server.collection(self.database, COLLECTION);
         bounded(kept.update_many(earlier, doc! {"$set": {"left": true}})).await?;
         Ok(())

@@ -3,16 +3,16 @@
 
 mod stored;
 
-use std::{mem, sync::Arc};
+use std::mem;
 
-use bson::{Binary, Bson, Document, RawBson, doc, spec::BinarySubtype};
+use bson::{Bson, Document};
 use serde::{Deserialize, Serialize};
 
 use denormd_model::{field_path::FieldPath, position::ClusterTime, rule_state::RuleState};
 
 use denormd_rules::plan::{Rule, is_same_definition};
 
-use super::kept::{Keeping, fingerprint};
+use super::kept::Keeping;
 pub use stored::RULES;
 pub(crate) use stored::{Id, document, read};
 pub(super) use stored::{
@@ -75,20 +75,6 @@ impl Retired {
     pub fn namespace(&self) -> (&str, &str) {
         self.collection.split_once('.').unwrap_or_default()
     }
-}
-
-/// The fingerprint of a rule's name and definition, stored with its dead letters and fan-out jobs: the keys of another definition mean
-/// something else, and its backfill covers them.
-pub(crate) fn fingerprint_of(rule: &Rule) -> Bson {
-    let whole = doc! {"name": &rule.name, "definition": rule.definition.clone()};
-    let bytes = fingerprint(RawBson::try_from(Bson::from(whole)).ok().as_ref()).unwrap_or_default();
-    Bson::Binary(Binary { subtype: BinarySubtype::Generic, bytes })
-}
-
-/// Condition that a record of work is of none of these rules, by its fingerprint. Earlier versions stored none.
-pub(crate) fn of_other_definitions(rules: &[Arc<Rule>]) -> Document {
-    let fingerprints: Vec<Bson> = rules.iter().map(|rule| fingerprint_of(rule)).collect();
-    doc! {"definition": {"$type": "binData", "$nin": fingerprints}}
 }
 
 /// The effect of a state change on an agreement to the values that a backfill removes.

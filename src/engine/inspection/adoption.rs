@@ -324,12 +324,10 @@ impl Figures {
         let Self { adds, overwrites, removes, deletes, .. } = *self;
         let enough = self.basis != Basis::Some || self.compared >= DRAWN.unsigned_abs();
         let inserts_none = rule.creates.is_none() || self.inserts == Some(0);
-        // Of a rule with nothing to overwrite, the daemon compares nothing.
-        let compares = self.basis == Basis::All || self.compared > 0;
-        enough && compares && inserts_none && !self.deletes_unknown && adds + overwrites + removes + deletes == 0
+        enough && inserts_none && !self.deletes_unknown && adds + overwrites + removes + deletes == 0
     }
 
-    /// What the rule may change although it has not written it, in a few words; None where nothing is at stake.
+    /// The existing values or documents that are not the rule's own and that it may change; None if there are none.
     #[must_use]
     pub fn at_stake(&self, rule: &Rule, before: &EarlierWrites) -> Option<String> {
         let deletes = rule.may_delete() && !before.deletes && self.targets > 0;
@@ -339,12 +337,12 @@ impl Figures {
         }
     }
 
-    /// The reason why a person must agree to a rule that reads what another one, `feeder`, has yet to write.
+    /// The reason why a person must agree to a rule that reads fields which another one, `feeder`, has not written yet.
     #[must_use]
     pub fn unknown_before(feeder: &str, at_stake: &str) -> String {
         format!(
-            "it reads what `{feeder}` has yet to write, so its effect on {at_stake} is not known: wait until `{feeder}` is live, and \
-             then look at `denormd plan`"
+            "it reads fields that `{feeder}` has not written yet, so its effect on {at_stake} is unknown: wait until `{feeder}` is \
+             live, then run `denormd plan`"
         )
     }
 
@@ -482,24 +480,30 @@ pub async fn figures(context: &Context, rule: &Rule, before: &EarlierWrites, of:
     }
     // Without an index yet, fewer targets are compared than the daemon will compare.
     let is_partial = rule.may_delete() && !at_once && counting.out.figures.basis != Basis::All;
-    let is_unknown = is_partial && (!before.deletes || counting.may_have_foreign_values().await?);
+    // A comparison takes the values in such documents for the application's, which keep a document.
+    let may_own_more = rule.creates.as_ref().is_some_and(|creates| !creates.keeps && !creates.owned_where.is_empty());
+    let is_unknown = is_partial && (!before.deletes || counting.may_have_foreign_values().await?)
+        || may_own_more && !before.deletes && counting.out.figures.holding > 0;
     counting.out.figures.deletes_unknown = is_unknown;
     counting.references().await?;
     counting.out.figures.inserts = super::created::inserts(context, rule).await?;
     Ok(counting.out)
 }
 
-/// The name of a rule that this one reads from, directly or through other rules, and that has yet to write: nobody knows what this
-/// one would do afterwards.
+/// The name of a rule that this one reads from, directly or through other rules, and that has not finished writing.
 pub async fn unsettled_feeder(context: &Context, rule: &Rule) -> Result<Option<String>> {
     let feeders = context.plan.feeders(rule.id);
     if feeders.is_empty() {
         return Ok(None);
     }
-    let settled = earlier::settled(&context.server, &context.dead_letters.database, &context.plan).await?;
+    let database = &context.dead_letters.database;
+    let settled = earlier::settled(&context.server, database, &context.plan).await?;
+    let earlier = earlier::definitions(&context.server, database, &context.plan).await?;
     for feeder in feeders.into_iter().filter(|feeder| !settled.contains(feeder)) {
         let feeder = context.plan.rule(feeder);
-        match Box::pin(figures(context, feeder, &EarlierWrites::default(), Use::Decision)).await {
+        let own = EarlierWrites::of(feeder, earlier.get(&feeder.name));
+        // As `plan` counts it: a decision compares nothing where no target holds a value.
+        match Box::pin(figures(context, feeder, &own, Use::Show { at_once: false })).await {
             Ok(counted) if counted.figures.writes_nothing(feeder) => {}
             Err(error) if error.is_transient() => return Err(error),
             _ => return Ok(Some(feeder.name.clone())),

@@ -92,7 +92,11 @@ pub async fn run(
                 }
             }
             _ = look.tick() => {
-                let recorded = match context.fan_outs.all(&context.server, &context.plan).await {
+                let recorded = async {
+                    context.fan_outs.retain(&context.server, &context.plan).await?;
+                    context.fan_outs.all(&context.server, &context.plan).await
+                };
+                let recorded = match recorded.await {
                     Ok(recorded) => recorded,
                     Err(error) => {
                         tracing::warn!(error = %error.message, "the fan-out jobs cannot be read; trying again");

@@ -153,7 +153,7 @@ impl Pipeline {
                     Next::Done { pause }
                 }
                 End::Later(delay) => {
-                    work.fails_no_more();
+                    work.clear_failures();
                     Next::Again { delay }
                 }
                 End::Failed(error) => {

@@ -124,7 +124,7 @@ async fn retry_due(context: &Context, out: &mpsc::Sender<Page>, late: &mut Vec<R
             late.iter().flat_map(|(page, _)| page).any(is_waited_for)
         };
         due.retain(|dead_letter| runs(dead_letter) && !is_tried(dead_letter));
-        // A former leader may have recorded it after this one had forgotten those of the former definition.
+        // A former leader may have recorded it late, after this one deleted those of the former definition.
         let is_current = |dead_letter: &DeadLetter| rule(dead_letter).is_some_and(|rule| dead_letter.is_of(rule));
         let stale = due.extract_if(.., |dead_letter| !is_current(dead_letter)).collect();
         clear(stale).await?;

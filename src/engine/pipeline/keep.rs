@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
+use bson::Document;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -14,7 +15,7 @@ use denormd_model::{position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::error::Result;
 use denormd_rules::{
     config::OnMissing,
-    plan::{Rule, Values, narrowed},
+    plan::{Rule, Values, is_once, narrowed, owned_paths},
 };
 
 /// Interval between deletions of expired values.
@@ -43,15 +44,14 @@ pub(super) fn of(rule: &Rule, before: Option<&RuleRecord>, decision: Option<&Dec
     (!paths.is_empty()).then_some(Keeping { paths, passed })
 }
 
-/// What the unfinished first backfill of an earlier definition keeps in the same targets: its progress does not apply to others.
+/// The open keeping of an earlier definition with the same targets; its progress does not apply to others.
 fn open<'a>(rule: &Rule, record: &'a RuleRecord) -> Option<&'a Keeping> {
     let same_targets = narrowed(&record.definition, &rule.definition).get("target") == rule.definition.get("target");
     record.keeping.as_ref().filter(|_| same_targets && record.state != RuleState::Removed)
 }
 
-/// Marks what a rule kept at paths that were the application's since: with another definition, or while the rule was not in the
-/// config. Comes before the decision about its definition is recorded, because after that a partition may keep values. `asked` is a
-/// time before this decision was looked for.
+/// Marks the values that a rule kept at paths which the application has owned since. Must run before the decision is recorded, because
+/// from then on a partition may keep values. `asked` is a time before the decision was read.
 pub(super) async fn leave_earlier(
     context: &Context,
     rule: &Rule,
@@ -68,11 +68,20 @@ pub(super) async fn leave_earlier(
     let is_open = |path: &String| {
         records.iter().filter_map(|(_, record)| open(rule, record)).any(|open| open.paths.contains(path))
     };
-    let paths: Vec<String> = keeping.paths.into_iter().filter(|path| !is_open(path)).collect();
+    // With another `where`, a path counts as new, but denormd has owned it until now.
+    let collection = |definition: &Document| definition.get_document("target").ok()?.get("collection").cloned();
+    let wrote = |earlier: &&Document| {
+        collection(earlier) == collection(&rule.definition)
+            && !earlier.get_bool("shadow").unwrap_or_default()
+            && !is_once(earlier)
+    };
+    let owned: Vec<String> =
+        decision.earlier.iter().filter(wrote).flat_map(owned_paths).map(|path| path.to_string()).collect();
+    let paths: Vec<String> = keeping.paths.into_iter().filter(|path| !is_open(path) && !owned.contains(path)).collect();
     kept.leave_earlier(&rule.name, &rule.target.namespace.to_string(), &paths, asked).await
 }
 
-/// Keeps values for a rule, from its registration on or after a restart.
+/// Begins to keep values for a rule, at its registration and after each restart.
 pub(super) async fn begin(context: &Context, rule: &Rule, keeping: Option<Keeping>) -> Result<()> {
     let Some(keeping) = keeping.filter(|_| context.undo.enabled) else {
         context.memory.kept.end(rule.id);

@@ -141,7 +141,7 @@ async fn register(
     if let Some(passed) = keeping.as_mut().map(|keeping| &mut keeping.passed).filter(|passed| !passed.is_empty())
         && has_work(context, store, rule).await?
     {
-        // It is forgotten below: then nothing tells which of the targets up to there still hold the application's values.
+        // The work is deleted below, and only it shows which targets up to there still hold the application's values.
         passed.clear();
     }
     let block = decision.and_then(|decision| decision.block);

@@ -360,21 +360,20 @@ fn push(
         if once && (stored.is_some() || expected.is_none()) {
             continue;
         }
-        let expected = as_decoded(expected, stored.as_ref())?;
+        let expected = unless_decoded_alike(expected, stored.as_ref())?;
         out.push(Difference { target: id.clone(), path: path.to_string(), element, expected, stored });
     }
     Ok(())
 }
 
-/// The expected value as the stored one was decoded: a document that has a field name twice keeps one of the two. Most values are
-/// the same without that.
-fn as_decoded(expected: Option<RawBson>, stored: Option<&RawBson>) -> Result<Option<RawBson>> {
-    match expected {
-        Some(value @ (RawBson::Document(_) | RawBson::Array(_))) if !identical(Some(&value), stored) => {
-            Ok(Some(RawBson::try_from(Bson::try_from(value)?)?))
-        }
-        expected => Ok(expected),
+/// The expected value; the stored one if the two are equal once decoded: of a duplicate field name, decoding keeps one.
+fn unless_decoded_alike(expected: Option<RawBson>, stored: Option<&RawBson>) -> Result<Option<RawBson>> {
+    let Some(value @ (RawBson::Document(_) | RawBson::Array(_))) = &expected else { return Ok(expected) };
+    if identical(Some(value), stored) {
+        return Ok(expected);
     }
+    let decoded = RawBson::try_from(Bson::try_from(value.clone())?)?;
+    Ok(if identical(Some(&decoded), stored) { stored.cloned() } else { expected })
 }
 
 /// True if a document differs from what it should hold.
@@ -382,7 +381,9 @@ pub(super) fn differs(rule: &Rule, document: &Document, desired: &Desired) -> Re
     let Desired::Fields(fields) = desired else { return Ok(true) };
     for (path, expected) in rule.owned().into_iter().zip(fields) {
         let stored = value_at(document, path.segments()).cloned().map(RawBson::try_from).transpose()?;
-        if !identical(as_decoded(expected.clone(), stored.as_ref())?.as_ref(), stored.as_ref()) {
+        if !identical(expected.as_ref(), stored.as_ref())
+            && !identical(unless_decoded_alike(expected.clone(), stored.as_ref())?.as_ref(), stored.as_ref())
+        {
             return Ok(true);
         }
     }

@@ -58,8 +58,7 @@ impl Run<'_> {
         items.into_iter().map(Item::ended).collect()
     }
 
-    /// Records a dead letter for the key of a request. Targets without a reference share the empty key, and only their `_id`s tell which
-    /// are meant: one for each of them.
+    /// Records a dead letter for the key of a request. Targets without a reference share the empty key, so each gets one of its own.
     pub(super) async fn set_aside(&self, item: &Item, error: &Error) -> End {
         let Scope::Named(ids) = &item.work.scope else { return self.dead_letter(&item.key, None, error).await };
         if !item.key.values().is_empty() {

@@ -844,7 +844,7 @@ pub fn values_without_source(rule: &Rule) -> Option<Document> {
 fn without_input(assignment: &Assignment) -> Bson {
     let empty = |accumulator: &Bson| Bson::from(doc! {"$literal": no_input_of(accumulator)});
     let Some((variables, expression)) = assignment.variables() else { return empty(&assignment.expression) };
-    // Later servers put constants in the place of variables, and then evaluate them in branches that are not taken, such as 0 / 0.
+    // Not a constant: later servers inline constants, and evaluate branches that are not taken, such as 0 / 0.
     let variable = |accumulator: &Bson| Bson::from(doc! {"$ifNull": ["$__denormd_nothing", empty(accumulator)]});
     let bound: Document = variables.iter().map(|(name, accumulator)| (name.clone(), variable(accumulator))).collect();
     doc! {"$let": {"vars": bound, "in": expression.clone()}}.into()

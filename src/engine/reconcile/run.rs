@@ -143,7 +143,7 @@ impl Run<'_> {
             let page = (item.work.scope == Scope::All).then(|| self.context.memory.fan_outs.page(&self.subject(item)));
             if let Some(page) = page.flatten() {
                 (item.work.scope, item.work.is_counted) = (Scope::Named(page), false);
-                item.work.begins();
+                item.work.clear_restart();
                 fan_outs_running.push(nth);
             }
         }

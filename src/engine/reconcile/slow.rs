@@ -66,7 +66,7 @@ impl Run<'_> {
     pub(super) fn judge_speed(&self, items: &mut [Item]) {
         if self.started.elapsed() < self.context.limits.read_timeout / PART {
             for item in items.iter_mut().filter(|item| matches!(item.end, None | Some(End::Done | End::DeadLetter))) {
-                item.work.has_read_quickly();
+                item.work.clear_read_limit();
             }
         }
     }

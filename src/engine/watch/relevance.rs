@@ -34,8 +34,8 @@ enum Kind {
     Any,
     /// No update matters.
     None,
-    /// Updates matter that change a field of `read`, or none of `owned`; if one may free a created document, all that remove a field.
-    Filtered { read: BTreeSet<String>, owned: BTreeSet<String>, frees: bool },
+    /// Updates matter that change a field of `read`, or none of `owned`.
+    Filtered { read: BTreeSet<String>, owned: BTreeSet<String> },
 }
 
 /// Conditions on an event. An event of these collections that matters fulfils one of them.
@@ -85,12 +85,10 @@ impl Kind {
         let ours = match self {
             Self::Any => return named,
             Self::None => doc! {"operationType": "update"},
-            Self::Filtered { read, owned, frees } => {
+            Self::Filtered { read, owned } => {
                 let set = |name: &String| doc! {format!("updateDescription.updatedFields.{name}"): {"$exists": true}};
                 let mut matters: Vec<Document> = read.iter().map(set).collect();
                 matters.extend(read.iter().map(|name| doc! {"updateDescription.removedFields": name}));
-                // A created document that loses its last field of others may have to go.
-                matters.extend(frees.then(|| doc! {"updateDescription.removedFields.0": {"$exists": true}}));
                 matters.push(doc! {"$nor": owned.iter().map(set).collect::<Vec<_>>()});
                 doc! {"$and": [{"operationType": "update"}, {"$nor": matters}]}
             }
@@ -106,14 +104,13 @@ fn kind(plan: &Plan, namespace: &Namespace, nested: &BTreeSet<Namespace>) -> Kin
     let mut reads = Reads::default();
     let mut owned = BTreeSet::new();
     let (mut audited, mut scalar) = (true, !nested.contains(namespace));
-    let (mut creates, mut frees) = (false, false);
+    let mut creates = false;
     for rule in plan.rules.iter().filter(|rule| rule.target.namespace == *namespace) {
         if rule.guard == Guard::Watch {
             return Kind::Any;
         }
         audited &= is_audited(rule);
         creates |= rule.creates.is_some();
-        frees |= rule.creates.as_ref().is_some_and(|creates| !creates.keeps);
         // A filter may read a value inside a field, whatever the field is; so may an expression with `$$target`.
         scalar &= rule.target.filter.is_none()
             && rule.of_target.is_none()
@@ -131,7 +128,7 @@ fn kind(plan: &Plan, namespace: &Namespace, nested: &BTreeSet<Namespace>) -> Kin
         // An `_id` never changes.
         () if read.is_empty() && !creates => Kind::None,
         () if owned.is_empty() || !audited || !scalar => Kind::Any,
-        () => Kind::Filtered { read, owned, frees },
+        () => Kind::Filtered { read, owned },
     }
 }
 
@@ -154,7 +151,7 @@ mod tests {
     }
 
     fn filtered(read: &str, owned: &str) -> Kind {
-        Kind::Filtered { read: [read.to_owned()].into(), owned: [owned.to_owned()].into(), frees: false }
+        Kind::Filtered { read: [read.to_owned()].into(), owned: [owned.to_owned()].into() }
     }
 
     #[test]

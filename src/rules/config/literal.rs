@@ -52,7 +52,7 @@ pub(super) fn to_document(node: &Node) -> Document {
     }
 }
 
-/// The key of a document that begins like a literal and is none, such as `$date` with something that is no date.
+/// The key of a malformed literal, such as `$date` with a value that is no date.
 pub(super) fn malformed(node: &Node) -> Option<&str> {
     let Value::Mapping(entries) = &node.value else { return None };
     let key = entries.iter().map(|entry| entry.key.as_str()).find(|key| WRAPPERS.contains(key))?;

@@ -365,11 +365,11 @@ impl Reader {
                 "$date" => "a date is written { $date: \"2024-01-31T00:00:00Z\" }",
                 "$oid" => "an ObjectId is written { $oid: \"5f5c0d1e2a3b4c5d6e7f8091\" }, with 24 hexadecimal digits",
                 "$numberInt" | "$numberLong" | "$numberDouble" | "$numberDecimal" => {
-                    "the number is a text in quotes, and the only entry: { $numberLong: \"1\" }"
+                    "write the number as a string, as the only entry: { $numberLong: \"1\" }"
                 }
                 _ => "see the canonical form of MongoDB's Extended JSON (v2)",
             };
-            let message = format!("`{key}` is not followed by a value of this type");
+            let message = format!("the value of `{key}` is malformed");
             self.mistake(Mistake::new(field.at.key(key), message).hint(hint));
             return;
         }

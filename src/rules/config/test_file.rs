@@ -186,7 +186,7 @@ impl Reader {
         out
     }
 
-    /// Reads a document of the data; one with the wrong literal would differ from what was meant without a word.
+    /// Reads a document of the data. A malformed literal would silently become another value.
     fn document(&mut self, field: &Field<'_>) -> Document {
         self.dates(field);
         field.parts().for_each(|part| self.literals(&part));
@@ -253,9 +253,12 @@ mod tests {
             ("cases:\n- name: a\n  given: { a: [{ _id: 1 }, { _id: 1.0 }] }\n  gone: { a: [1] }", "given twice"),
             (
                 "cases:\n- { name: a, given: { a: [{ _id: { $oid: x } }] }, gone: { a: [1] } }",
-                "`$oid` is not followed by",
+                "the value of `$oid` is malformed",
             ),
-            ("cases:\n- { name: a, given: {}, gone: { a: [{ $numberLong: 1 }] } }", "`$numberLong` is not followed by"),
+            (
+                "cases:\n- { name: a, given: {}, gone: { a: [{ $numberLong: 1 }] } }",
+                "the value of `$numberLong` is malformed",
+            ),
             ("cases:\n- name: a\n  given: { a: 5 }\n  gone: { a: 1 }", "expected a list of `_id`s, found an integer"),
             (
                 "cases:\n- { name: a, given: {}, gone: {a: [1]} }\n- { name: a, given: {}, gone: {a: [1]} }",

@@ -2,7 +2,8 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use bson::{Bson, Document, RawDocumentBuf};
+use bson::{Binary, Bson, Document, RawDocumentBuf, doc, spec::BinarySubtype};
+use sha2::{Digest, Sha256};
 
 use crate::{
     config::{self, BackfillMode, ConfigPath, GroupForm, Guard, Mistake, OnDrift, OnEmpty, OnMissing},
@@ -25,7 +26,7 @@ pub struct Creates {
     pub keeps: bool,
     /// The paths that rules own in the target collection. A document with any other path is not deleted.
     pub owned: Vec<FieldPath>,
-    /// Those of them that rules own only in documents that one of these filters selects. In others they are the application's.
+    /// The paths among them that rules own only in documents matching one of these filters; elsewhere they are the application's.
     pub owned_where: Vec<(FieldPath, Vec<Document>)>,
     /// The other rules that create documents in the same collection.
     pub others: Vec<RuleId>,
@@ -103,6 +104,14 @@ impl Plan {
         }
         all.remove(&id);
         all
+    }
+
+    /// Condition for records of work by the fingerprint of their rule, if it is of none of these definitions. Records of earlier
+    /// versions have no fingerprint and do not match.
+    #[must_use]
+    pub fn other_definitions(&self) -> Document {
+        let fingerprints: Vec<Bson> = self.rules.iter().map(|rule| rule.fingerprint()).collect();
+        doc! {"definition": {"$type": "binData", "$nin": fingerprints}}
     }
 
     /// True if this plan has the rule, by this definition.
@@ -365,6 +374,16 @@ impl Rule {
     #[must_use]
     pub fn without_target_filter(&self) -> Self {
         Self { target: Side { filter: None, ..self.target.clone() }, ..self.clone() }
+    }
+
+    /// The SHA-256 of the rule's name and definition, stored with its dead letters and fan-out jobs. Under another definition the same
+    /// key means something else, and the backfill of the new definition covers it.
+    #[must_use]
+    pub fn fingerprint(&self) -> Bson {
+        let mut hash = Sha256::new_with_prefix(self.name.as_bytes());
+        // A definition is written to the state, so it can be written here.
+        hash.update(RawDocumentBuf::try_from(&self.definition).map(RawDocumentBuf::into_bytes).unwrap_or_default());
+        Bson::Binary(Binary { subtype: BinarySubtype::Generic, bytes: hash.finalize().to_vec() })
     }
 
     /// True if a rule with this recorded definition writes the same. Otherwise the daemon backfills the rule again.

@@ -1,6 +1,6 @@
 //! Filters that no document matches, perhaps because they compare a field with a constant of a type that its values never have.
 
-use bson::{Bson, DateTime, Document};
+use bson::{Bson, DateTime, Document, oid::ObjectId};
 
 use super::{Seen, side};
 use denormd_model::shape::{Shape, type_name};
@@ -23,7 +23,7 @@ pub fn suspicions(rule: &Rule, role: Role, seen: &Seen) -> Vec<Mistake> {
     for Comparison { at, path, value } in comparisons(&at, filter) {
         let Some(types) = types_that_differ(shape, &path, value) else { continue };
         let message = format!(
-            "`where` compares `{path}` with a value of type {}, and it is of type {types} in every sampled document of `{collection}`",
+            "`where` compares `{path}` with a value of type {}, but its type is {types} in every sampled document of `{collection}`",
             type_name(value)
         );
         found.push(Mistake::new(at, message).hint(meant(&types, value)));
@@ -33,7 +33,7 @@ pub fn suspicions(rule: &Rule, role: Role, seen: &Seen) -> Vec<Mistake> {
         found.push(
             Mistake::new(at, message)
                 .on_key()
-                .hint("check its fields and values; if such documents are still to come, ignore this"),
+                .hint("check its fields and values; if such documents will be added later, ignore this"),
         );
     }
     found
@@ -116,14 +116,18 @@ fn meant(types: &str, value: &Bson) -> String {
     match (types, value) {
         ("date", Bson::String(text)) => format!("a date is written {{ $date: \"{}\" }}", as_time(text)),
         ("bool", Bson::String(text)) if matches!(text.to_lowercase().as_str(), "yes" | "on") => {
-            format!("`{text}` is a text: write true")
+            format!("`{text}` is a string: write true")
         }
         ("bool", Bson::String(text)) if matches!(text.to_lowercase().as_str(), "no" | "off") => {
-            format!("`{text}` is a text: write false")
+            format!("`{text}` is a string: write false")
         }
-        ("objectId", Bson::String(text)) => format!("an ObjectId is written {{ $oid: \"{text}\" }}"),
-        ("number", Bson::String(text)) => format!("without quotes, `{text}` is a number"),
-        ("string", _) => "put the value into quotes, if the text is meant".to_owned(),
+        ("objectId", Bson::String(text)) if ObjectId::parse_str(text).is_ok() => {
+            format!("an ObjectId is written {{ $oid: \"{text}\" }}")
+        }
+        ("number", Bson::String(text)) if text.parse::<f64>().is_ok() => {
+            format!("without quotes, `{text}` is a number")
+        }
+        ("string", _) => "put the value in quotes if you mean a string".to_owned(),
         _ => "values of different types never match".to_owned(),
     }
 }

@@ -34,7 +34,7 @@ pub(super) fn statements(rule: &Rule, key: &Key, desired: &Desired) -> Result<Ve
     Ok(statements)
 }
 
-/// Conditions of a document without a path other than `_id` and those that rules own in it.
+/// Conditions for a document that has only `_id` and paths that rules own in it.
 pub(in crate::reconcile) fn nothing_else(creates: &Creates) -> Vec<Document> {
     let mut all = vec![doc! {"$expr": only(&creates.plain(), "$$ROOT", "", &["_id"])}];
     all.extend(creates.owned_where.iter().map(|(path, filters)| {
