@@ -14,6 +14,11 @@ use crate::support::{
 
 const LABEL: &str = "  - { name: host-label, adopt: true, copy: { source: hosts, target: logs, match: { host: _id }, set: { label: $name } } }";
 
+/// A rule for another field of the same targets.
+fn other() -> String {
+    LABEL.replace("host-label", "other").replace("label:", "other:").replace("adopt: true, ", "")
+}
+
 /// Thirty hosts and 300 logs: the label of the first log is right, the others are the application's own.
 async fn logs(test: &TestDb) -> mongodb::Collection<Document> {
     let db = test.database();
@@ -117,7 +122,7 @@ async fn values_that_the_server_refuses_are_no_success() {
 async fn a_rule_that_is_no_longer_in_the_config_is_undone_and_not_pruned() {
     let test = denormd_fixture::database().await;
     let logs = logs(&test).await;
-    let other = LABEL.replace("host-label", "other").replace("label:", "other:").replace("adopt: true, ", "");
+    let other = other();
     let program = Program::new(&config(&test, &format!("{LABEL}\n{other}")));
     let daemon = program.daemon();
     program.backfilled(&test, 2).await;
@@ -137,7 +142,7 @@ async fn a_rule_that_is_no_longer_in_the_config_is_undone_and_not_pruned() {
 async fn a_rule_that_was_removed_under_a_running_daemon_is_undone() {
     let test = denormd_fixture::database().await;
     let logs = logs(&test).await;
-    let other = LABEL.replace("host-label", "other").replace("label:", "other:").replace("adopt: true, ", "");
+    let other = other();
     let program = Program::new(&config(&test, &format!("{LABEL}\n{other}")));
     let daemon = program.daemon();
     program.backfilled(&test, 2).await;
@@ -481,7 +486,7 @@ async fn values_that_were_put_back_outlast_a_change_of_the_rule() {
 async fn values_that_the_application_wrote_while_the_rule_was_gone_come_back() {
     let test = denormd_fixture::database().await;
     let logs = logs(&test).await;
-    let other = LABEL.replace("host-label", "other").replace("label:", "other:").replace("adopt: true, ", "");
+    let other = other();
     let program = Program::new(&config(&test, &format!("{LABEL}\n{other}")));
     let daemon = program.daemon();
     program.backfilled(&test, 2).await;
@@ -492,7 +497,7 @@ async fn values_that_the_application_wrote_while_the_rule_was_gone_come_back() {
     for (n, label) in newer.filter(|(n, _)| n % 2 == 1) {
         logs.update_one(doc! {"_id": n}, doc! {"$set": {"label": label}}).await.unwrap();
     }
-    // What denormd wrote itself is not the application's, although its source has changed meanwhile.
+    // These targets still hold denormd's value, although its source has changed since.
     test.database()
         .collection::<Document>("hosts")
         .update_one(doc! {"_id": 8}, doc! {"$set": {"name": "host eight"}})
