@@ -11,16 +11,21 @@ use std::{
 };
 
 use bson::{Bson, Decimal128, Document};
+use smallvec::SmallVec;
 
 /// One or several values that a source and its targets share. Equal when the server calls them equal, whatever their types.
 /// A clone shares them: a key that waits is in the queue several times.
 #[derive(Clone)]
 pub struct Key(Arc<Inner>);
 
+/// One allocation, unless there are several values or a long one: up to hundreds of thousands of keys wait.
 struct Inner {
-    values: Box<[Bson]>,
-    canonical: Box<[u8]>,
+    values: SmallVec<[Bson; 1]>,
+    canonical: SmallVec<[u8; SHORT]>,
 }
+
+/// Length of the longest encoding of a number, an ObjectId or a date.
+const SHORT: usize = 24;
 
 impl Key {
     /// A key of `values`, in the order of the rule's `match`.
@@ -30,7 +35,7 @@ impl Key {
         for value in &values {
             encode(value, &mut out);
         }
-        Self(Arc::new(Inner { values: values.into_boxed_slice(), canonical: out.into_boxed_slice() }))
+        Self(Arc::new(Inner { values: values.into_iter().collect(), canonical: SmallVec::from_slice(&out) }))
     }
 
     /// A key of one value: a document's `_id`, most often.
