@@ -285,7 +285,6 @@ impl Pipeline {
             let origin = self.schedule.route_event(delivery.stream, batch, event, &mut routed);
             // Another collection took the name of the source (`$out`, a rename).
             let mut gone = std::mem::take(&mut routed.renewed);
-            gone.retain(|rule| !self.rules.state(*rule).is_stopped());
             gone.append(&mut routed.sources_gone);
             // The loss may have been accepted after the event, which is read later: after a crash, or behind a backlog.
             gone.retain(|rule| self.rules.released.get(rule).is_none_or(|released| event.cluster_time > *released));

@@ -116,12 +116,13 @@ impl Snapshot {
     }
 
     /// The time up to which everything is applied, if the targets of `rule` are up to date by then. None while the rule
-    /// is being backfilled, waits for `denormd backfill`, or is stopped.
+    /// is being backfilled, has an open fan-out job, waits for `denormd backfill`, or is stopped. Jobs of other rules do not matter:
+    /// what they write to its sources is applied like other changes.
     #[must_use]
     pub fn applied_of(&self, rule: RuleId) -> Option<ClusterTime> {
         let settled =
             |state: &RuleState| !state.is_backfilling() && !state.is_stopped() && *state != RuleState::AwaitingBackfill;
-        (self.fan_outs.is_empty() && self.states.get(rule.0).is_none_or(settled)).then(|| self.applied())
+        (!self.fan_outs.contains_key(&rule.0) && self.states.get(rule.0).is_none_or(settled)).then(|| self.applied())
     }
 
     /// True unless the rule is stopped, or its existing targets wait for `denormd backfill`: a lag of 0 would call its

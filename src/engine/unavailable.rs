@@ -1,6 +1,6 @@
 //! Unavailable rules: the cluster lacks something that they need, such as a revoked privilege, or an index that was
 //! dropped with its collection. Each rule becomes unavailable separately, with its reason, and runs again by itself
-//! once that exists; a backfill then covers the missed changes.
+//! once that exists; a backfill then covers the missed changes, or the rule waits for `denormd backfill` again.
 //!
 //! A rule that has never run is refused instead, before anything is written. So is the config if all of its rules are
 //! affected: a person who has just written the rules, or created the user, reads the message.
@@ -114,7 +114,7 @@ async fn look(context: &Context, store: &Store, looks: &mut HashMap<RuleId, (Ins
         };
         match findings?.into_iter().next() {
             None => {
-                tracing::info!(rule = %rule.name, "the cluster now has what the rule lacked: the rule runs again, by a backfill");
+                tracing::info!(rule = %rule.name, "the cluster now has what the rule lacked: the rule runs again");
                 store.resume_unavailable(&context.server, &rule.name, state.generation).await?;
             }
             Some(Finding { kind, message, .. }) => {

@@ -24,7 +24,7 @@ pub enum RuleState {
         agreed: bool,
     },
     /// Live changes are applied, and existing targets wait for `denormd backfill`. The leader sets it for a new or changed rule
-    /// with `backfill: manual`.
+    /// with `backfill: manual`, and again after it was unavailable or its source gone.
     AwaitingBackfill,
     /// Live changes are applied, and existing targets are up to date. The leader sets it at the end of a backfill.
     Live,

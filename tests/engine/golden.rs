@@ -197,6 +197,10 @@ async fn write_rules(server: &Server, store: &Store, plan: &Plan) {
     store.reset_rule(server, &gone, &RuleState::Blocked(BlockReason::SourceGone), Agreement::Ended).await.unwrap();
     store.pause(server, "paused-without-source", None).await.unwrap();
     reset("suspended", unavailable()).await;
+    let waiting = Rule { name: "suspended-waiting".to_owned(), ..rule(plan, "pending").clone() };
+    for state in [RuleState::AwaitingBackfill, unavailable()] {
+        store.reset_rule(server, &waiting, &state, Agreement::Ended).await.unwrap();
+    }
     reset("released", RuleState::Blocked(BlockReason::SourceGone)).await;
     assert!(store.unblock(server, "released", &BlockReason::SourceGone, definition).await.unwrap());
     let mut before = rule(plan, "changed").clone();
@@ -490,6 +494,7 @@ fn expected(name: &str, definition: Document, state: RuleState) -> (String, Rule
         noticed: 0,
         generation: 1,
         removals_agreed,
+        awaiting: false,
         keeping: None,
         undone: Vec::new(),
     };
@@ -542,7 +547,8 @@ async fn rule_states(version: &str) {
         states.insert(2, expected("adopting", definition.clone(), RuleState::Blocked(adoption())));
         let place = states.iter().position(|(name, _)| name == "pending").unwrap();
         let paused = RuleState::Paused { until: None, blocked: Some(BlockReason::SourceGone) };
-        states.insert(place, expected("paused-without-source", definition, paused));
+        states.insert(place, expected("paused-without-source", definition.clone(), paused));
+        states.push(expected("suspended-waiting", definition, unavailable()));
     }
     for (name, state) in &mut states {
         match name.as_str() {
@@ -557,6 +563,7 @@ async fn rule_states(version: &str) {
                 state.generation += i64::from(version != "1");
             }
             "adopting" => state.source_seen = false,
+            "suspended-waiting" => (state.source_seen, state.generation, state.awaiting) = (false, 2, true),
             "paused-without-source" => (state.source_seen, state.generation) = (false, 2),
             "pending" => {
                 state.source_seen = false;

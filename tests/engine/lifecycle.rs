@@ -234,6 +234,10 @@ async fn what_is_under_way_is_nobodys_drift() {
         let states = Arc::new(vec![state]);
         assert_eq!(round(Snapshot { states, ..applied_by(latest) }).await, 0, "{name}");
     }
+    // Jobs of other rules go on for as long as one of their keys is busy.
+    let fan_outs = |rule: usize| Snapshot { fan_outs: [(rule, 1)].into(), ..applied_by(latest) };
+    assert_eq!(fan_outs(1).applied_of(rule.id), Some(latest));
+    assert_eq!(fan_outs(0).applied_of(rule.id), None);
     // The expected value changes between the two reads, and so does the stored one.
     let audit_while = async |collection: &str, ip: &str| {
         let (asked, is_changed) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
@@ -684,6 +688,67 @@ async fn a_source_that_is_replaced_costs_no_value_without_an_agreement() {
     daemon.settled().await;
     assert_eq!(with_values(&db).await, 5);
     daemon.stop().await;
+}
+
+/// The new collection was taken for the one that the rule knew if the pipeline started again during a pause: `resume` emptied the
+/// arrays before the loss was noticed.
+#[tokio::test]
+async fn a_source_that_is_replaced_during_a_pause_costs_no_value() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    let rule = "  - { name: ips, collect: { source: hosts, target: log, match: { host: _id }, into: ip, element: { ip: $ip } } }";
+    let mut running = Running::start(&test, rule, "").await;
+    running.until_state("live").await;
+    assert_eq!(running.command(&["pause", "ips"]).0, Some(0));
+    running.stop();
+    let few = vec![doc! {"$match": {"_id": 1}}, doc! {"$out": "hosts"}];
+    db.collection::<Document>("hosts").aggregate(few).await.unwrap();
+    // Without a position, the event of the replacement is not read.
+    test.beside("state").collection::<Document>("positions").drop().await.unwrap();
+    running.run().await;
+    let rules = test.beside("state").collection::<Document>("rules");
+    let is_recorded = doc! {"_id.rule": "ips", "paused": true, "block.kind": "source_gone"};
+    until("the loss is recorded", async || rules.find_one(is_recorded.clone()).await.unwrap()).await;
+    let (code, _, error) = running.command(&["resume", "ips"]);
+    assert_eq!(code, Some(4), "{error}");
+    assert!(error.contains("rule `ips` is blocked: its source collection was dropped, renamed or replaced"), "{error}");
+    let stays = "the source collection is there again, but the rule stays blocked";
+    until("the new collection has been counted", async || running.log().contains(stays).then_some(())).await;
+    let lost = db.collection::<Document>("log").count_documents(doc! {"ip.0": {"$exists": false}}).await.unwrap();
+    assert_eq!(lost, 0);
+}
+
+/// A rule with `backfill: manual` was backfilled unasked once its source, or an index, was there again.
+#[tokio::test]
+async fn a_rule_that_waits_for_its_command_waits_again_after_a_stop() {
+    let test = denormd_fixture::database().await;
+    let db = thirty(&test).await;
+    db.collection("rooms").insert_one(doc! {"_id": 1, "name": "R1"}).await.unwrap();
+    let rules = HOST.replace("copy:", "backfill: manual, copy:")
+        + "\n  - { name: room, copy: { source: rooms, target: log, match: { room: _id }, set: { room_name: $name } } }";
+    let mut running = Running::start(&test, &rules, "").await;
+    running.until_state("awaiting_backfill").await;
+    let generation = async || {
+        let record = doc! {"_id.rule": "address"};
+        let rules = test.beside("state").collection::<Document>("rules");
+        rules.find_one(record).await.unwrap().unwrap().get_i64("generation").unwrap()
+    };
+    let before = generation().await;
+    db.collection::<Document>("hosts").aggregate(vec![doc! {"$out": "hosts"}]).await.unwrap();
+    until("it is blocked, and waits again", async || (generation().await == before + 2).then_some(())).await;
+    running.until_state("awaiting_backfill").await;
+    let again = "the source collection is there again: the rule still waits for `denormd backfill`";
+    assert_eq!(running.log().matches(again).count(), 1, "{}", running.log());
+
+    running.stop();
+    db.run_command(doc! {"dropIndexes": "log", "index": "host_1"}).await.unwrap();
+    running.run().await;
+    running.until_state("unavailable").await;
+    db.run_command(doc! {"createIndexes": "log", "indexes": [{"key": {"host": 1}, "name": "host_1"}]}).await.unwrap();
+    running.until_state("awaiting_backfill").await;
+    assert_eq!(with_values(&db).await, 0);
+    assert_eq!(running.command(&["backfill", "--rule", "address"]).0, Some(0));
+    assert_eq!(with_values(&db).await, 30);
 }
 
 /// A block that the server recorded late, after an operator had agreed: the state was blocked, the leader ran a

@@ -463,6 +463,11 @@ async fn values_that_were_put_back_outlast_a_change_of_the_rule() {
     program.run(&["undo", "host-label"]).await.exits(0);
     daemon.stop().await;
 
+    // `plan` took these values for the rule's own.
+    program.write(&config(&test, &LABEL.replace("name }", "name, hostLabel: $name }")));
+    let told = program.run(&["plan"]).await.exits(0).out;
+    assert!(told.contains("299 values would be overwritten or removed: they are kept for 7 days"), "{told}");
+
     program.write(&config(&test, &LABEL.replace("{ label:", "{ hostLabel:")));
     let daemon = program.daemon();
     program.run(&["resume", "host-label"]).await.exits(0);

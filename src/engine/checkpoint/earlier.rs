@@ -20,21 +20,23 @@ use super::{
     rule_record::{RULES, RuleRecord, is_in_config, read},
 };
 
-/// The definition by which each rule last wrote, by the rule's name: the application may have changed the values of a rule that has
-/// left the config. None can be read without the privilege to.
+/// The definition by which each rule last wrote, by the rule's name. Two kinds of rules have none, because the application may have
+/// written their values since: those that have left the config, and changed ones in whose fields `denormd undo` has put back values.
+/// None can be read without the privilege to.
 pub async fn definitions(server: &Server, database: &str, plan: &Plan) -> Result<BTreeMap<String, Document>> {
     let deployment = plan.name.as_str();
     let records = match records(server, database, deployment, Document::new()).await {
         Err(error) if error.kind == Kind::Privilege => return Ok(BTreeMap::new()),
         records => records?,
     };
+    let records: Vec<_> = records.into_iter().filter(|(_, record)| record.state != RuleState::Removed).collect();
+    let runs = |name: &str, record: &RuleRecord| plan.named(name).is_some_and(|rule| record.runs(rule));
     let (mut written, mut unfinished) = (BTreeMap::new(), BTreeMap::new());
-    for (rule, record) in records.into_iter().filter(|(_, record)| record.state != RuleState::Removed) {
-        let runs = plan.named(&rule).is_some_and(|rule| rule.has_definition(&record.definition));
+    for (rule, record) in &records {
         // One that is blocked for its effect on existing data has written nothing, and one with an open agreement has not written every
         // target yet. The daemon compares with the definition before it.
-        let is_unfinished = record.state.awaits_agreement() || record.has_open_agreement() && !runs;
-        if is_unfinished { &mut unfinished } else { &mut written }.insert(rule, record.definition);
+        let is_unfinished = record.state.awaits_agreement() || record.has_open_agreement() && !runs(rule, record);
+        if is_unfinished { &mut unfinished } else { &mut written }.insert(rule.clone(), record.definition.clone());
     }
     let decisions = Decisions { server, database, deployment };
     for (rule, definition) in unfinished {
@@ -42,6 +44,13 @@ pub async fn definitions(server: &Server, database: &str, plan: &Plan) -> Result
             Some(earlier) => written.insert(rule, earlier),
             None => written.remove(&rule),
         };
+    }
+    for (rule, record) in &records {
+        let has_given_back = written.get(rule).is_some_and(|definition| record.has_given_back(definition));
+        // Of a blocked rule, it is the definition before the one that waits.
+        if has_given_back && (record.state.awaits_agreement() || !runs(rule, record)) {
+            written.remove(rule);
+        }
     }
     Ok(written)
 }

@@ -10,14 +10,14 @@ use serde::{Deserialize, Serialize};
 
 use denormd_model::{field_path::FieldPath, position::ClusterTime, rule_state::RuleState};
 
-use denormd_rules::plan::{Rule, is_same_definition};
+use denormd_rules::plan::{Rule, is_same_definition, owned_paths};
 
 use super::kept::Keeping;
 pub use stored::RULES;
 pub(crate) use stored::{Id, document, read};
 pub(super) use stored::{
-    changed, end_of_pause, has_ended, is_in_config, is_paused, is_unavailable, progress_field, same_generation,
-    state_fields,
+    backfill_or_awaiting, changed, end_of_pause, has_ended, is_in_config, is_paused, is_unavailable, progress_field,
+    same_generation, state_fields,
 };
 
 /// The record of a rule from earlier runs.
@@ -49,6 +49,9 @@ pub struct RuleRecord {
     /// True if somebody has agreed to the removals of its open or next backfill. The rule is being backfilled, waits
     /// for `denormd backfill`, is paused or is unavailable.
     pub removals_agreed: bool,
+    /// True if the leader has stopped the rule while it waited for `denormd backfill`, which it goes on to do once it runs again by
+    /// itself.
+    pub awaiting: bool,
     /// The paths that are new to the rule, until its first backfill has ended: their values are kept, unless `undo.mode` is `off`.
     pub keeping: Option<Keeping>,
     /// The fields to which `denormd undo` has put back values since the last backfill: they are the application's.
@@ -103,6 +106,15 @@ impl RuleRecord {
         self.keeping.is_some() && (agreed || self.removals_agreed)
     }
 
+    /// True if `denormd undo` has put back values in a field that this definition owned.
+    #[must_use]
+    pub fn has_given_back(&self, definition: &Document) -> bool {
+        let collection = definition.get_document("target").and_then(|target| target.get_str("collection")).ok();
+        let owned = owned_paths(definition);
+        let mut undone = self.undone.iter().filter(|undone| Some(undone.collection.as_str()) == collection);
+        undone.any(|undone| owned.iter().any(|path| path.overlaps_loosely(&undone.path)))
+    }
+
     /// Merges the records of two partitions: the more urgent state, and only the progress that both have made.
     pub(super) fn join(&mut self, other: Self) {
         let other_is_worse = other.state.outranks(&self.state);
@@ -117,6 +129,7 @@ impl RuleRecord {
             self.agreed = None;
         }
         self.removals_agreed &= other.removals_agreed;
+        self.awaiting |= other.awaiting;
         for definition in other.retired {
             if !self.retired.contains(&definition) {
                 self.retired.push(definition);

@@ -31,8 +31,8 @@ use super::{
     fan_out,
     kept::Keeping,
     rule_record::{
-        self, Agreement, RULES, Retired, RuleRecord, changed, end_of_pause, has_ended, is_paused, is_unavailable,
-        progress_field, same_generation, state_fields,
+        self, Agreement, RULES, Retired, RuleRecord, backfill_or_awaiting, changed, end_of_pause, has_ended, is_paused,
+        is_unavailable, progress_field, same_generation, state_fields,
     },
     term::{mine, not_superseded, refused_upsert, superseded},
     unreadable,
@@ -328,6 +328,10 @@ impl Store {
                 return Ok((seen.map_or(RuleState::Removed, |seen| seen.state), generation));
             };
             let mut fields = state_fields(&state)?;
+            let has_awaited = |seen: &RuleRecord| seen.awaiting || seen.state == RuleState::AwaitingBackfill;
+            if state.is_stopped() && seen.as_ref().is_some_and(has_awaited) {
+                fields.insert("awaiting", generation + 1);
+            }
             if seen.as_ref().is_some_and(|seen| !rule.has_source(&seen.definition)) {
                 fields.extend(doc! {"source_seen": false, "source_uuid": Bson::Null, "released": Bson::Null});
             }
@@ -511,11 +515,12 @@ impl Store {
         self.update_each(server, rule, which, update).await
     }
 
-    /// Resumes an unavailable rule with a full backfill, unless its state has changed since.
+    /// Resumes an unavailable rule with a full backfill, or leaves that to `denormd backfill` if the rule waited for it; nothing if its
+    /// state has changed since.
     pub async fn resume_unavailable(&self, server: &Server, rule: &str, generation: i64) -> Result<()> {
         let mut unavailable = is_unavailable();
         unavailable.insert("generation", generation);
-        let update = changed(state_fields(&RuleState::BACKFILL)?, Document::new());
+        let update = changed(state_fields(&RuleState::BACKFILL)?, backfill_or_awaiting());
         self.update_own(server, rule, unavailable, update).await?;
         Ok(())
     }

@@ -25,7 +25,7 @@ use denormd_model::{
     rule_state::{Adoption, RuleState},
 };
 use denormd_mongo::error::Result;
-use denormd_rules::plan::{Rule, is_same_definition, owned_paths};
+use denormd_rules::plan::{Rule, is_same_definition};
 
 /// Rules whose existing data is counted at the same time: each holds a server answer of up to 16 MB, and the sources
 /// for a part of it.
@@ -86,7 +86,7 @@ async fn decision(
     // `denormd undo` has put back the application's values in fields of that definition, or the application has written values while
     // the rule was not in the config.
     let has_kept = |earlier: &Document| {
-        before.is_none_or(|record| record.state != RuleState::Removed && !left_by_undo(record, earlier))
+        before.is_none_or(|record| record.state != RuleState::Removed && !record.has_given_back(earlier))
     };
     let earlier = earlier.filter(has_kept);
     let mut decision = Decision { definition: rule.definition.clone(), earlier, block: None };
@@ -129,14 +129,6 @@ async fn is_in_force(context: &Context, rule: &Rule, definition: &Document) -> R
     let Some(others) = of_other_partitions(context).await? else { return Ok(false) };
     let records = others.of_each_partition(&context.server, &rule.name).await?;
     Ok(records.iter().any(|(_, record)| is_same_definition(&record.definition, definition)))
-}
-
-/// True if `denormd undo` has put back values in a field that this definition owned.
-fn left_by_undo(record: &RuleRecord, definition: &Document) -> bool {
-    let collection = definition.get_document("target").and_then(|target| target.get_str("collection")).ok();
-    let owned = owned_paths(definition);
-    let mut undone = record.undone.iter().filter(|undone| Some(undone.collection.as_str()) == collection);
-    undone.any(|undone| owned.iter().any(|path| path.overlaps_loosely(&undone.path)))
 }
 
 /// Reasons against the first writes of a rule; none if there are no objections. `owner` says which rule of another deployment owns

@@ -321,7 +321,8 @@ async fn states(
             }
             let newer = seen.insert(name.clone(), generation) != Some(generation);
             let Some(rule) = context.plan.rules.iter().find(|rule| newer && rule.name == name) else { continue };
-            if record.state.is_backfilling() || record.state.is_stopped() {
+            let waits_again = record.state == RuleState::AwaitingBackfill;
+            if record.state.is_backfilling() || record.state.is_stopped() || waits_again {
                 let stops = record.state.is_stopped();
                 // Nobody waits for an earlier change any more.
                 noticed.retain(|other| other.rule != rule.id);

@@ -40,7 +40,8 @@ pub(super) enum Change {
     Backfill,
     /// The same because changes were lost: until the backfill ends, the rule is degraded.
     Lost,
-    /// The rule is unblocked and backfilled from its source, which is there again with this UUID.
+    /// The rule is unblocked and backfilled from its source, which is there again with this UUID. A rule that waited for `denormd
+    /// backfill` goes on waiting.
     SourceBack(Bson),
     /// The source of the rule has this UUID.
     SourceSeen(Bson),
@@ -100,7 +101,11 @@ impl Change {
             Self::SourceBack(uuid) => doc! {"source_seen": true, "source_uuid": uuid.clone()},
             Self::Block(_) | Self::Unavailable(_) | Self::Backfill => Document::new(),
         };
-        let next = |seen: Option<&RuleRecord>| self.next(seen.map_or(&RuleState::Live, |seen| &seen.state));
+        let next = |seen: Option<&RuleRecord>| {
+            let (state, agreement) = self.next(seen.map_or(&RuleState::Live, |seen| &seen.state))?;
+            let waits_again = matches!(self, Self::SourceBack(_)) && seen.is_some_and(|seen| seen.awaiting);
+            Some((if waits_again { RuleState::AwaitingBackfill } else { state }, agreement))
+        };
         let (state, generation) = store.change_rule(server, rule, next, more).await?;
         if matches!(state, RuleState::Unavailable { .. }) {
             context.fan_outs.forget(server, &rule.name).await?;

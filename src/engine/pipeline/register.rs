@@ -78,7 +78,10 @@ async fn release_documents(context: &Context, store: &Store, known: &[(String, R
     let mut are_some = false;
     for rule in &context.plan.rules {
         let deletes = rule.creates.as_ref().is_some_and(|creates| !creates.keeps);
-        let collection = creates_in(&rule.definition).filter(|_| deletes);
+        // The backfill that an operator requests later covers these documents.
+        let waits =
+            known.iter().any(|(name, record)| *name == rule.name && record.state == RuleState::AwaitingBackfill);
+        let collection = creates_in(&rule.definition).filter(|_| deletes && !waits);
         let is_due = collection
             .is_some_and(|collection| is_left(context, known, collection) || is_agreed(context, known, collection));
         if is_due && store.ask(&context.server, &rule.name).await? {

@@ -184,10 +184,16 @@ impl Pipeline {
             (Change::SourceSeen(uuid), Recorded::Source) => {
                 self.rules.sources.insert(rule.id, Some(uuid.clone()));
             }
-            (Change::SourceBack(uuid), Recorded::State(RuleState::Backfilling { .. }, _)) => {
+            (Change::SourceBack(uuid), Recorded::State(state, _)) if state.block().is_none() => {
                 // If somebody has unblocked the rule meanwhile, it is not recorded. The next look at the sources records it.
                 self.rules.sources.remove(&rule.id);
-                tracing::info!(rule = %rule.name, "the source collection is there again: the rule is backfilled from it");
+                let waits = *state == RuleState::AwaitingBackfill;
+                let then = if waits {
+                    "the rule still waits for `denormd backfill`"
+                } else {
+                    "the rule is backfilled from it"
+                };
+                tracing::info!(rule = %rule.name, "the source collection is there again: {then}");
                 context.memory.sources.saw(&rule.source.namespace, Some(uuid.clone()));
             }
             // A backfill begins below. A change that was not recorded comes again, or an operator has paused the rule meanwhile.
@@ -260,6 +266,9 @@ impl Pipeline {
             (before, RuleState::Backfilling { .. }) if before.is_stopped() => {
                 tracing::info!(rule = %name, "the rule is resumed");
             }
+            (before, RuleState::AwaitingBackfill) if before.is_stopped() => {
+                tracing::info!(rule = %name, "the rule runs again, and its existing targets still wait for `denormd backfill`");
+            }
             (_, RuleState::Paused { .. }) => tracing::warn!(rule = %name, "the rule is paused"),
             (_, after) if after.is_stopped() => {
                 tracing::warn!(rule = %name, state = after.name(), "the rule is stopped");
@@ -295,8 +304,7 @@ impl Pipeline {
                 let seen = [known.as_ref(), recorded.as_ref().and_then(Option::as_ref)];
                 let was_there = known.is_some() || recorded.is_some();
                 match &now {
-                    // Once it runs again, the comparison is repeated.
-                    Some(_) if self.rules.state(rule.id).is_stopped() => {}
+                    Some(_) if self.rules.state(rule.id).block().is_some() => {}
                     Some(now) if seen.iter().flatten().all(|seen| *seen == now) => {
                         if seen[1].is_none() {
                             self.change(rule.id, Change::SourceSeen(now.clone()), None);

@@ -85,6 +85,9 @@ struct Stored {
     block_reason: Option<String>,
     #[serde(rename = "until", default)]
     until: Option<DateTime>,
+    /// The generation of the stop before which the rule waited for `denormd backfill`. Unknown to earlier versions.
+    #[serde(rename = "awaiting", default)]
+    awaiting: Option<i64>,
     /// The generation of the backfill whose removals somebody has agreed to.
     #[serde(rename = "removals_agreed", default, skip_serializing)]
     removals_agreed: Option<i64>,
@@ -180,6 +183,12 @@ pub(crate) fn state_fields(state: &RuleState) -> Result<Document> {
     Ok(fields)
 }
 
+/// The expression for `backfill` of a stopped rule that runs again by itself: it goes on waiting if it did before.
+pub(crate) fn backfill_or_awaiting() -> Document {
+    let is_awaiting = doc! {"$eq": [{"$ifNull": ["$awaiting", -1_i64]}, "$generation"]};
+    doc! {"backfill": {"$cond": [is_awaiting, "manual", "pending"]}}
+}
+
 /// The progress of a backfill in its stored form.
 pub(crate) fn progress_field((done, expected): (u64, Option<u64>)) -> Document {
     let count = |targets: u64| i64::try_from(targets).unwrap_or(i64::MAX);
@@ -208,6 +217,9 @@ pub(crate) fn document(id: Id, record: &RuleRecord, term: i64) -> Result<Documen
     document.insert("term", term);
     if record.removals_agreed {
         document.insert("removals_agreed", record.generation);
+    }
+    if record.awaiting {
+        document.insert("awaiting", record.generation);
     }
     Ok(document)
 }
@@ -271,7 +283,9 @@ pub(crate) fn read(document: &Document) -> Result<(Id, RuleRecord)> {
     let beside: Beside = bson::deserialize_from_document(document.clone()).map_err(|error| unreadable(&error))?;
     let number = |count: i64| u64::try_from(count).unwrap_or_default();
     let removals_agreed = stored.removals_agreed == Some(beside.generation);
+    let awaited = stored.awaiting;
     let state = stored.state(beside.generation);
+    let awaiting = awaited == Some(beside.generation) && state.is_stopped();
     let may_be_agreed = matches!(
         state,
         RuleState::Backfilling { .. }
@@ -293,6 +307,7 @@ pub(crate) fn read(document: &Document) -> Result<(Id, RuleRecord)> {
         noticed: beside.noticed,
         generation: beside.generation,
         removals_agreed: removals_agreed && may_be_agreed,
+        awaiting,
         keeping: beside.keeping,
         undone: beside.undone,
     };
