@@ -361,9 +361,10 @@ A file that exists is not overwritten. Read what it wrote, then: denormd plan --
 The values are kept for seven days (`undo.keep`), unless they need more than `undo.max_bytes`. A value goes back only where its
 place still holds what the first backfill wrote. Values that the rule added where there was none stay, and documents or
 elements that it deleted are not kept. The leader does the work, in pages; without a leader, this command takes the lease
-meanwhile. If you resume the rule, it is backfilled again, and the replaced values are kept again.
+meanwhile. Ctrl-C stops the work at its next page; what has been put back stays. If you resume the rule, it is backfilled again,
+and the replaced values are kept again.
 
-Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule is running, or has not run.")]
+Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule is running, or has not run, 130 interrupted.")]
     Undo {
         /// The rule's name.
         rule: String,
@@ -379,10 +380,10 @@ Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule is ru
 
 Values from before the rule are removed as well, unless `denormd undo RULE` puts them back first. Fields that another rule
 of the config owns are left alone. The leader does the work, in pages; without a leader, this command takes the lease
-meanwhile.
+meanwhile. Ctrl-C stops the work at its next page; what has been removed stays removed.
 
 Exit status: 0 done or nothing to do, 1 failed, 2 no such rule, 4 the rule has not run, or a rule of the leader or of another
-deployment owns the fields.")]
+deployment owns the fields, 130 interrupted.")]
     Prune {
         /// The rule's name.
         #[arg(required_unless_present = "all")]

@@ -64,6 +64,9 @@ pub enum Failure {
     /// `check` has found differences. Exit status 3.
     #[error("{0}")]
     Differs(String),
+    /// SIGINT or SIGTERM ended the command before its work was done. Exit status 130.
+    #[error("{0}")]
+    Interrupted(String),
     /// Cases of `test` do not come out as they should. Exit status 1.
     #[error("{}", if *.0 == 1 { "one case failed".to_owned() } else { format!("{} cases failed", .0) })]
     TestsFailed(usize),
@@ -81,6 +84,7 @@ impl Failure {
             Self::Differs(_) => 3,
             Self::Refused(_) => 4,
             Self::TestsFailed(_) => 1,
+            Self::Interrupted(_) => 130,
             Self::Failed(error) => error.kind.policy().status,
         }
     }

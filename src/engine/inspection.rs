@@ -50,8 +50,8 @@ pub struct Inspection {
     pub pre_images: Option<PreImages>,
     /// The findings from a sample of its documents. None if no sample was requested.
     pub sample: Option<Sample>,
-    /// Its effect on existing values. None if no sample was requested.
-    pub adoption: Option<adoption::Count>,
+    /// Its effect on existing values.
+    pub adoption: adoption::Count,
     /// A rule that it reads from and that has not finished writing; `adoption` excludes the effect of those writes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unsettled_by: Option<String>,
@@ -88,10 +88,7 @@ pub async fn inspection(
         let at_once = lookups.iter().any(|lookup| lookup.what == lookups::SOURCES && lookup.index.is_none());
         let of = adoption::Use::Show { at_once };
         let before = earlier.get(&rule.name).map(|earlier| adoption::EarlierWrites::of(rule, Some(earlier)));
-        let adoption = match sample {
-            Some(_) => Some(Box::pin(adoption::figures(context, rule, &before.unwrap_or_default(), of)).await?),
-            None => None,
-        };
+        let adoption = Box::pin(adoption::figures(context, rule, &before.unwrap_or_default(), of)).await?;
         out.push(Inspection {
             rule: rule.name.clone(),
             source_reads: paths(&rule.source_reads),
@@ -116,7 +113,7 @@ pub async fn inspection(
 /// A rule that this one reads from and that has not finished writing, by the inspections of the plan's rules.
 fn unsettled_by(plan: &Plan, rule: &Rule, settled: &BTreeSet<RuleId>, inspections: &[Inspection]) -> Option<String> {
     let has_yet_to_write = |feeder: &&Arc<Rule>| {
-        let count = inspections.iter().find(|of| of.rule == feeder.name).and_then(|of| of.adoption.as_ref());
+        let count = inspections.iter().find(|of| of.rule == feeder.name).map(|of| &of.adoption);
         !settled.contains(&feeder.id) && count.is_some_and(|count| !count.figures.writes_nothing(feeder))
     };
     let feeders = plan.feeders(rule.id).into_iter().map(|feeder| plan.rule(feeder));

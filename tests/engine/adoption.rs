@@ -55,6 +55,19 @@ async fn plan_counts_what_it_would_do_to_existing_values() {
     assert!(told.out.contains("remove `customerName` of 2: \"Ada 2\" -> nothing"), "{}", told.out);
 }
 
+/// Without a sample, `plan` compared nothing and said `ready`, although the daemon would block the rule.
+#[tokio::test]
+async fn plan_without_a_sample_counts_all_the_same() {
+    let test = denormd_fixture::database().await;
+    orders(&test.database(), 30).await;
+    let program = Program::new(&config(&test, &RIGHT.replace("$firstName", "$email")));
+    let told = program.run(&["plan", "--sample", "0"]).await.exits(4).out;
+    assert!(
+        told.contains("1. rule customer: it will be blocked, because it would overwrite 30 of 30 existing values"),
+        "{told}"
+    );
+}
+
 /// A rule is put into the shadow to see what it would do.
 #[tokio::test]
 async fn plan_counts_what_a_shadow_rule_would_do_and_does_not_block_it() {
@@ -927,6 +940,27 @@ async fn a_blocked_rule_leaves_nothing_to_prune() {
     let program = Program::new(&config(&test, other));
     let told = program.run(&["prune", "customer"]).await.exits(0).out;
     assert!(told.contains("nothing to prune"), "{told}");
+    assert_eq!(all(&db, "orders").await, before);
+}
+
+/// A changed rule that is blocked has written by its definition before. Without a daemon, `prune --all` removed these values if the
+/// config did not have the rule.
+#[tokio::test]
+async fn what_a_blocked_rule_wrote_before_its_change_is_not_pruned_with_the_rest() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 30).await;
+    assert_eq!(state_after_a_run(&test, RIGHT).await, RuleState::Live);
+    let changed = RIGHT.replace("{ customer: _id }", "{ customer: email }");
+    let daemon = Daemon::start_unadopted(&config(&test, &changed)).await;
+    daemon.settled().await;
+    assert!(standing(&test, &daemon).await.is_blocked());
+    daemon.stop().await;
+    let before = all(&db, "orders").await;
+    let other = "  - { name: other, copy: { source: customers, target: orders, match: { customer: _id }, set: { mail: $email } } }";
+    let program = Program::new(&config(&test, other));
+    let told = program.run(&["prune", "--all"]).await.exits(4).err;
+    assert!(told.contains("this config lacks rules of the deployment `default`: customer"), "{told}");
     assert_eq!(all(&db, "orders").await, before);
 }
 

@@ -303,6 +303,44 @@ async fn a_request_is_refused_when_its_command_is_gone() {
     assert_eq!(store.requests(&server, &[]).await.unwrap(), []);
 }
 
+/// The request stayed for a minute, and the leader went on removing values.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_that_is_interrupted_withdraws_its_request() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    have_run(&test, LABEL).await;
+    let before = labels(&test).await;
+    // A leader that carries out nothing.
+    let (server, instance) = (Server::new(test.client.clone()), Identity::of_this_process());
+    let lease =
+        Lease::new(server.unfenced(), test.beside("state").name(), "default", &instance, Duration::from_secs(60));
+    let held = lease.stand_by().await;
+    let begun = until("the request is recorded", async || (!requests(&test).await.is_empty()).then_some(()));
+    let told = Program::new(&config(&test, OTHER)).interrupt(&["prune", "label"], begun).await.exits(130).err;
+    assert!(told.contains("label: interrupted; a leader that works on it stops at its next page"), "{told}");
+    assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before));
+    held.release().await;
+}
+
+/// Without a daemon, `resume` ended the pause, then refused to lead with exit status 4. The next daemon ran the rule.
+#[tokio::test]
+async fn a_config_without_all_rules_resumes_nothing() {
+    let test = denormd_fixture::database().await;
+    logs(&test).await;
+    let both = format!("{OTHER}\n{LABEL}");
+    have_run(&test, &both).await;
+    Program::new(&config(&test, &both)).run(&["pause", "label"]).await.exits(0);
+    let states = all(&test.beside("state"), "rules").await;
+    for which in ["label", "--all"] {
+        let printed = Program::new(&config(&test, LABEL)).run(&["resume", which]).await.exits(4);
+        assert!(printed.err.contains("this config lacks rules of the deployment `default`: other"), "{printed:?}");
+        assert_eq!(printed.out, "");
+        assert_eq!(all(&test.beside("state"), "rules").await, states);
+    }
+    let told = Program::new(&config(&test, &both)).run(&["resume", "label"]).await.exits(0).out;
+    assert_eq!(told, "label is resumed\nlabel: done, 3 targets\n");
+}
+
 /// Work on a request that takes long once went on after its command had been interrupted.
 #[tokio::test]
 async fn a_request_is_awaited_until_its_command_ends() {

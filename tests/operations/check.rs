@@ -314,6 +314,32 @@ async fn without_a_daemon_the_command_repairs_by_itself() {
     assert!(printed.err.contains("host: the last leader had another definition of it"), "{}", printed.err);
 }
 
+/// The check of one rule waited ten minutes for a database that only another rule of its config needs, which the leader does not run.
+#[tokio::test]
+async fn a_rule_that_the_leader_does_not_run_holds_up_no_other_check() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let rule = |name: &str, sources: &str| {
+        format!(
+            "  - {{ name: {name}, guard: off, copy: {{ source: {sources}, target: logs, match: {{ host: _id }}, set: {{ {name}: $ip }} }} }}\n"
+        )
+    };
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "10.0.0.1"}).await.unwrap();
+    insert(&db, "logs", (0..3).map(|n| doc! {"_id": n, "host": 1})).await;
+    let program = Program::new(&config(&test, &rule("host_ip", "hosts")));
+    program.run(&["plan", "--apply"]).await.exits(0);
+    let daemon = program.daemon();
+    program.backfilled(&test, 1).await;
+    db.collection::<Document>("logs").update_one(doc! {"_id": 1}, doc! {"$set": {"host_ip": "wrong"}}).await.unwrap();
+    let elsewhere = format!("{}.hosts", test.beside("other").name());
+    let both = Program::new(&config(&test, &(rule("host_ip", "hosts") + &rule("other", &elsewhere))));
+    let told = both.run(&["check"]).await.exits(4).err;
+    assert!(told.contains("the leader does not run rule `other` as this config defines it"), "{told}");
+    let told = both.run(&["check", "--rule", "host_ip"]).await.exits(3).out;
+    assert!(told.ends_with("host_ip: 3 targets compared, 1 differs (paths: 1 value)\n"), "{told}");
+    daemon.stop().await;
+}
+
 /// An interrupted check resumes where everything was decided, with its counts.
 #[tokio::test]
 async fn a_check_goes_on_where_it_was() {

@@ -17,7 +17,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::support::daemon::Daemon;
+use crate::support::daemon::{Daemon, config};
 
 const TOKEN: &str = "a-token-of-some-length";
 const RULE: &str = "
@@ -32,7 +32,10 @@ struct Served {
 
 impl Served {
     async fn start(test: &TestDb, token: Option<&str>) -> Self {
-        let daemon = Daemon::start(test, RULE).await;
+        Self::of(Daemon::start(test, RULE).await, token).await
+    }
+
+    async fn of(daemon: Daemon, token: Option<&str>) -> Self {
         daemon.settled().await;
         let listener = server::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let address = listener.local_addr().unwrap();
@@ -89,6 +92,26 @@ async fn nothing_is_changed_without_the_token() {
     let lower_case = bearer(TOKEN).replace("Bearer", "bearer");
     assert_eq!(served.ask("POST", path, &lower_case).await, 202, "the scheme's case means nothing");
     assert_eq!(generation().await, before + 1);
+    served.stop().await;
+}
+
+/// The command refused, but over HTTP a caller agreed to what nobody could know.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rule_whose_effect_is_unknown_is_not_unblocked() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    db.collection("makers").insert_one(doc! {"_id": 1, "name": "Ada"}).await.unwrap();
+    db.collection("parts").insert_one(doc! {"_id": 1, "maker": 1}).await.unwrap();
+    db.collection("products").insert_one(doc! {"_id": 1, "part": 1, "label": "none"}).await.unwrap();
+    let rules = "
+  - { name: label, allow_scan: true, copy: { source: parts, target: products, match: { part: _id }, set: { label: { $ifNull: [$made_by, none] } } } }
+  - { name: maker, allow_scan: true, backfill: manual, copy: { source: makers, target: parts, match: { maker: _id }, set: { made_by: $name } } }";
+    let served = Served::of(Daemon::start_unadopted(&config(&test, rules)).await, Some(TOKEN)).await;
+    let headers = format!("authorization: Bearer {TOKEN}\r\n");
+    let (code, answer) = served.ask_by_name("127.0.0.1", "POST", "/v1/rules/label/unblock", &headers).await;
+    assert_eq!(code, 409, "{answer}");
+    assert!(answer.contains("it reads fields that `maker` has not written yet"), "{answer}");
+    assert!(served.daemon.progress().borrow().states[0].is_blocked());
     served.stop().await;
 }
 

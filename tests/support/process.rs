@@ -111,6 +111,18 @@ impl Program {
         tokio::task::spawn_blocking(move || finish(&mut command, &text, PATIENCE)).await.unwrap()
     }
 
+    /// Runs a command, and interrupts it as Ctrl-C does once `begun` is over.
+    pub async fn interrupt(&self, arguments: &[&str], begun: impl Future<Output = ()>) -> Printed {
+        let mut command = self.command(arguments);
+        let (text, (told, tells)) = (arguments.join(" "), std::sync::mpsc::channel());
+        let id = move |id| told.send(id).unwrap();
+        let done = tokio::task::spawn_blocking(move || finish_from(&mut command, &text, PATIENCE, id));
+        begun.await;
+        let id: u32 = tells.recv().unwrap();
+        assert!(Command::new("kill").args(["-INT", &id.to_string()]).status().unwrap().success());
+        done.await.unwrap()
+    }
+
     /// The log of its daemons.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.path().join("daemon.log")).unwrap_or_default()
@@ -133,15 +145,21 @@ impl Program {
 }
 
 fn finish(command: &mut Command, text: &str, limit: Duration) -> Printed {
+    finish_from(command, text, limit, |_| {})
+}
+
+/// Runs a command to its end. `begun` gets the id of its process.
+fn finish_from(command: &mut Command, text: &str, limit: Duration, begun: impl FnOnce(u32)) -> Printed {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    begun(child.id());
     let (out, err) = (read(child.stdout.take().unwrap()), read(child.stderr.take().unwrap()));
-    let (begun, mut peak) = (Instant::now(), 0);
+    let (started, mut peak) = (Instant::now(), 0);
     let status = loop {
         peak = peak.max(memory(child.id()));
         if let Some(status) = child.try_wait().unwrap() {
             break status;
         }
-        assert!(begun.elapsed() < limit, "denormd {text} does not end");
+        assert!(started.elapsed() < limit, "denormd {text} does not end");
         std::thread::sleep(Duration::from_millis(20));
     };
     Printed { code: status.code().unwrap_or(-1), out: out.join().unwrap(), err: err.join().unwrap(), peak }

@@ -9,26 +9,27 @@ use crate::{
     commands::{
         Failure, chosen, connected,
         leader::{self, with_a_leader},
+        plan::kept,
         print, print_as, print_json,
         progress::Progress,
     },
 };
 use denormd_engine::{
-    checkpoint::{earlier, rule_record::RuleRecord, store::Store},
+    checkpoint::{rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
     deployment::{identity::Identity, lease},
-    inspection::adoption::{EarlierWrites, Figures, Use, figures, losses, unsettled_feeder},
+    inspection::adoption::{Figures, losses, recounted},
     reconcile::Context,
 };
-use denormd_model::{
-    rule_state::{Adoption, BlockReason, RuleState},
-    text::span,
-};
+use denormd_model::rule_state::{Adoption, BlockReason, RuleState};
 use denormd_mongo::{
     Server,
     error::{Error, Kind, Result},
 };
-use denormd_rules::{config::Loaded, plan::Rule};
+use denormd_rules::{
+    config::{Loaded, Undo},
+    plan::Rule,
+};
 
 /// Interval between reads of the leader's progress.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -167,7 +168,7 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         return Err(Error::new(Kind::State, message).hint(hint).into());
     }
     let now = match (reason, planned.first()) {
-        (BlockReason::Adoption(adoption), Some(rule)) => Some(counted_again(&context, rule, adoption).await?),
+        (BlockReason::Adoption(adoption), Some(rule)) => Some((adoption, recounted(&context, rule).await?)),
         _ => None,
     };
     // An agreement is recorded at once: it must not wait for a leader that this process cannot be.
@@ -177,7 +178,9 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
     if output == Output::Text {
         let objections = objections(&context, rule, reason).await;
         print(&blocked(rule, reason, &objections));
-        now.into_iter().flatten().for_each(|now| print(&format!("  now: {now}\n")));
+        if let Some((recorded, now)) = &now {
+            print(&effect(rule, recorded, now, &loaded.config.undo));
+        }
     }
     if !store.unblock(&context.server, rule, reason, &record.definition).await? {
         let message = format!("rule `{rule}` is not blocked for this reason any more");
@@ -185,13 +188,6 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
     }
     if output == Output::Text {
         print(&format!("{rule} is unblocked, and backfilled\n"));
-        let undo = &loaded.config.undo;
-        if matches!(reason, BlockReason::Adoption(_)) && undo.enabled {
-            let keep = span(undo.keep);
-            print(&format!(
-                "values that it replaces are kept for {keep}: `denormd pause {rule}`, then `denormd undo {rule}` puts them back\n"
-            ));
-        }
     }
     let done = with_a_leader(loaded, &context, wait(&store, &context, &[rule.to_owned()])).await?;
     let json = || {
@@ -199,36 +195,28 @@ pub async fn unblock(loaded: &Loaded, output: Output, rule: &str) -> std::result
         let dead_letters: u64 = done.iter().map(|done| done.dead_letters).sum();
         serde_json::json!({
             "rule": rule, "unblocked": true, "reason": reason.to_string(), "block": reason, "targets": targets,
-            "dead_letters": dead_letters,
+            "dead_letters": dead_letters, "effect": now.as_ref().and_then(|(_, now)| now.as_ref().ok()),
         })
     };
     print_as(output, || text(&done), json);
     complete(&done)
 }
 
-/// The current effect of a blocked rule's first backfill; None if it equals the recorded one. Fails while the rule reads fields that
-/// another rule has not written yet.
-async fn counted_again(context: &Context, rule: &Rule, recorded: &Adoption) -> Result<Option<String>> {
-    let server = &context.server;
-    let earlier = earlier::definitions(server, &context.dead_letters.database, &context.plan).await?;
-    let own = EarlierWrites::of(rule, earlier.get(&rule.name));
-    let figures = match Box::pin(figures(context, rule, &own, Use::Decision)).await {
-        Ok(counted) => counted.figures,
-        Err(error) if error.is_transient() => return Err(error),
-        Err(error) => return Ok(Some(format!("its effect could not be counted: {}", error.message))),
+/// Describes the effect if it is not the recorded one, and what can be undone.
+fn effect(rule: &str, recorded: &Adoption, now: &std::result::Result<Figures, String>, undo: &Undo) -> String {
+    let figures = match now {
+        Ok(figures) => figures,
+        Err(why) => return format!("  now: its effect could not be counted: {why}\n"),
     };
-    if let Some(at_stake) = figures.at_stake(rule, &own)
-        && let Some(feeder) = unsettled_feeder(context, rule).await?
-    {
-        let message = format!("rule `{}`: {}", rule.name, Figures::unknown_before(&feeder, &at_stake));
-        let hint = "`adopt: true` in the rule agrees to any effect";
-        return Err(Error::new(Kind::State, message).hint(hint));
-    }
     let now = figures.adoption(Vec::new());
     // Two samples differ in what they would add.
     let is_same = (now.overwrites, now.removes) == (recorded.overwrites, recorded.removes)
         && (now.sampled || now.adds == recorded.adds);
-    Ok((!is_same).then(|| now.figures()))
+    let changed = (!is_same).then(|| format!("now: {}", now.figures()));
+    let can_be_undone = undo.enabled && figures.kept().0 > 0;
+    let undo = kept(rule, figures, undo);
+    let how = can_be_undone.then(|| format!("to put them back: `denormd pause {rule}`, then `denormd undo {rule}`"));
+    changed.into_iter().chain(undo).chain(how).map(|line| format!("  {line}\n")).collect()
 }
 
 /// The effect of a backfill on the values of a rule that is blocked, each in a few words.
@@ -270,9 +258,12 @@ pub(super) fn stopped(rule: &str, state: &RuleState) -> Error {
         }
         RuleState::Paused { .. } => format!("`denormd resume {rule}` lets it run again, by a backfill"),
         RuleState::Unavailable { .. } => {
-            "`denormd plan` says what is missing; once that exists, the rule resumes by itself with a backfill"
-                .to_owned()
+            "`denormd plan` says what is missing; once that exists, the rule resumes by itself".to_owned()
         }
+        RuleState::Blocked(BlockReason::SourceGone) => format!(
+            "once its source is there, the rule runs again by itself if it would remove at most a tenth of its values; \
+             `denormd unblock {rule}` accepts any loss"
+        ),
         _ => format!("`denormd unblock {rule}` agrees to what it does to existing values, and lets it run again"),
     })
 }

@@ -4,9 +4,9 @@ use std::{pin::pin, sync::Arc, time::Duration};
 
 use tokio::time::Instant;
 
-use crate::commands::{Failure, notice, plan::refusal};
+use crate::commands::{Failure, notice, plan::refusal, run::signals::Signals};
 use denormd_engine::{
-    checkpoint::{format, requests::RequestedWork, store::Store},
+    checkpoint::{format, requests::RequestedWork, rule_record::RuleRecord, store::Store},
     deployment::{identity::Identity, lease},
     leadership::{Deployment, Ended, Event, Share},
     preflight,
@@ -26,26 +26,70 @@ pub(super) const LACKING: &str =
     "use the config of the daemon; if the rules are to go, start `denormd run` with this config first";
 
 /// Has the leader do `work` for a rule, and waits until it is done. Nothing is requested if no daemon leads and the rules
-/// cannot run here, and a request that fails is withdrawn: no later leader carries it out. `gone` are rules that the
-/// command is about, which need not be in this config.
+/// cannot run here, and a request that fails or is interrupted is withdrawn: the leader stops its work, and no later leader carries
+/// it out. `gone` are rules that the command is about, which need not be in this config.
 pub async fn request(
     loaded: &Loaded,
     context: &Arc<Context>,
     store: &Store,
     (rule, work): (&str, RequestedWork),
     gone: &[&str],
+    signals: &mut Signals,
 ) -> Result<(), Failure> {
     let server = &context.server;
     let is_led = lease::is_held(server, store.database(), store.ids()).await?;
     if !is_led {
         ready(loaded, context, gone).await?;
     }
+    let mut again = Signals::listen(&[])?;
     let asked = store.request(server, rule, &work).await?;
-    let done = lead(loaded, context, (gone, !is_led), store.until_done(server, asked)).await;
+    let withdrawn = async || {
+        if let Err(error) = store.withdraw(server, asked).await {
+            notice(&format!(
+                "the request could not be withdrawn, so a leader may work on it for another minute: {error}"
+            ));
+        }
+    };
+    let work = async {
+        tokio::select! {
+            done = store.until_done(server, asked) => done.map(|()| true),
+            () = signals.any() => {
+                withdrawn().await;
+                Ok(false)
+            }
+        }
+    };
+    let twice = async {
+        again.any().await;
+        again.any().await;
+    };
+    let done = tokio::select! {
+        done = lead(loaded, context, (gone, !is_led), work) => done,
+        // The second signal does not wait for writes in flight.
+        () = twice => Ok(false),
+    };
     if done.is_err() {
-        store.withdraw(server, asked).await.ok();
+        withdrawn().await;
     }
-    done
+    if done? { Ok(()) } else { Err(interrupted(rule)) }
+}
+
+/// Runs a part of a command that reads only, until a signal ends it.
+pub async fn unless_interrupted<T>(
+    rule: &str,
+    signals: &mut Signals,
+    work: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Failure> {
+    tokio::select! {
+        done = work => Ok(done?),
+        () = signals.any() => Err(interrupted(rule)),
+    }
+}
+
+fn interrupted(rule: &str) -> Failure {
+    Failure::Interrupted(format!(
+        "{rule}: interrupted; a leader that works on it stops at its next page, and what is done so far stays"
+    ))
 }
 
 /// Refuses to lead with a config that lacks rules of the deployment, which would remove them, or with rules that
@@ -54,9 +98,10 @@ pub async fn ready(loaded: &Loaded, context: &Arc<Context>, gone: &[&str]) -> Re
     let config = &loaded.config;
     let store = Store::open(&context.server, &config.state.database, &config.name).await?;
     let is_planned = |name: &str| context.plan.named(name).is_some();
-    let known = store.standing(&context.server).await?.into_iter();
-    // A rule that is blocked before its first write is not removed with the others: it has written nothing.
-    let runs = known.filter(|(_, record)| record.state != RuleState::Removed && !record.state.awaits_agreement());
+    let known = store.rules(&context.server).await?.into_iter();
+    // A leader without a rule that was blocked before its first write removes nothing of it.
+    let has_written = |record: &RuleRecord| !record.state.awaits_agreement() || !record.retired.is_empty();
+    let runs = known.filter(|(_, record)| record.state != RuleState::Removed && has_written(record));
     let runs = runs.map(|(name, _)| name);
     let lacking: Vec<String> = runs.filter(|name| !is_planned(name) && !gone.contains(&name.as_str())).collect();
     if !lacking.is_empty() {

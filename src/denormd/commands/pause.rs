@@ -8,7 +8,7 @@ use crate::{
         Failure,
         backfill::{complete, noticed, state, stopped, text, wait},
         chosen, connected,
-        leader::with_a_leader,
+        leader::{self, with_a_leader},
         notice, print, print_as, print_json,
     },
 };
@@ -174,7 +174,15 @@ async fn take_effect(
 pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Result<(), Failure> {
     let (context, store) = connected(loaded).await?;
     chosen(&context.plan, rule.map(ToOwned::to_owned).as_slice())?;
-    let (resumed, blocked) = end_pauses(&store, &context, rule).await?;
+    let records = known(&store, &context, rule).await?;
+    // Checked before the pause ends: otherwise this command would fail, and the next leader would run the rule.
+    let runs_again = |(name, record): &(String, RuleRecord)| {
+        matches!(record.state, RuleState::Paused { blocked: None, .. }) && context.plan.named(name).is_some()
+    };
+    if records.iter().any(runs_again) && !lease::is_held(&context.server, store.database(), store.ids()).await? {
+        leader::ready(loaded, &context, &[]).await?;
+    }
+    let (resumed, blocked) = end_pauses(&store, &context, records, rule.is_some()).await?;
     for (name, reason) in &blocked {
         if rule.is_some() {
             return Err(stopped(name, &RuleState::Blocked(reason.clone())).into());
@@ -229,14 +237,16 @@ pub async fn resume(loaded: &Loaded, output: Output, rule: Option<&str>) -> Resu
     failed.map_or(Ok(()), |error| Err(error.into()))
 }
 
-/// Ends the pauses of the rules. Returns those that run again, and those that are blocked now, with the reason.
+/// Ends the pauses of the rules. Returns those that run again, and those that are blocked now, with the reason. Fails for the one
+/// rule that a command is about if it is stopped otherwise.
 async fn end_pauses(
     store: &Store,
     context: &Context,
-    rule: Option<&str>,
+    records: Vec<(String, RuleRecord)>,
+    is_one: bool,
 ) -> Result<(Vec<String>, Vec<(String, BlockReason)>), Error> {
     let (mut resumed, mut blocked) = (Vec::new(), Vec::new());
-    for (name, record) in known(store, context, rule).await? {
+    for (name, record) in records {
         match record.state {
             RuleState::Paused { blocked: reason, .. } => {
                 if store.resume(&context.server, &name).await? == 0 {
@@ -247,7 +257,7 @@ async fn end_pauses(
                     None => resumed.push(name),
                 }
             }
-            state if state.is_stopped() && rule.is_some() => return Err(stopped(&name, &state)),
+            state if state.is_stopped() && is_one => return Err(stopped(&name, &state)),
             _ => {}
         }
     }

@@ -305,13 +305,11 @@ fn would_block(out: &mut String, nth: usize, (rule, why): &(String, String)) {
 
 /// Describes the effect of the rules on existing data.
 fn existing(out: &mut String, plan: &Plan, live: &Live, options: &PlanOptions) {
-    let counts: Vec<_> =
-        live.inspections.iter().filter_map(|inspection| Some((inspection, inspection.adoption.as_ref()?))).collect();
-    if counts.is_empty() {
+    if live.inspections.is_empty() {
         return;
     }
     out.push_str("existing data\n");
-    for (Inspection { rule, unsettled_by: feeder, .. }, count) in &counts {
+    for Inspection { rule, unsettled_by: feeder, adoption: count, .. } in &live.inspections {
         let in_shadow = plan.rules.iter().any(|known| known.name == *rule && known.shadow);
         let shadow = if in_shadow { "; in shadow: nothing is written" } else { "" };
         writeln!(out, "  {rule}: {} ({}{shadow})", changes(&count.figures), count.figures.stated_basis()).ok();
@@ -327,7 +325,7 @@ fn existing(out: &mut String, plan: &Plan, live: &Live, options: &PlanOptions) {
         }
     }
     let mut total = Figures::default();
-    for (_, count) in &counts {
+    for Inspection { adoption: count, .. } in &live.inspections {
         let Figures { adds, overwrites, removes, deletes, .. } = &count.figures;
         total.adds += adds;
         total.overwrites += overwrites;
@@ -335,13 +333,13 @@ fn existing(out: &mut String, plan: &Plan, live: &Live, options: &PlanOptions) {
         total.deletes += deletes;
         total.inserts = total.inserts.into_iter().chain(count.figures.inserts).reduce(|one, other| one + other);
     }
-    let is_all = counts.iter().all(|(_, count)| count.figures.basis == Basis::All);
+    let is_all = live.inspections.iter().all(|of| of.adoption.figures.basis == Basis::All);
     let least = if is_all { "" } else { ", at least" };
     writeln!(out, "  in total{least}: {}\n", changes(&total)).ok();
 }
 
-/// Describes what is kept of the values that a rule's first backfill would replace; none where it replaces none.
-fn kept(rule: &str, figures: &Figures, undo: &Undo) -> Option<String> {
+/// Describes what is kept of the values that a rule's first backfill would replace or delete; None if it does neither.
+pub(super) fn kept(rule: &str, figures: &Figures, undo: &Undo) -> Option<String> {
     let (number, bytes) = figures.kept();
     let is_one = number == 1;
     let (they, are) = if is_one { ("it", "is") } else { ("they", "are") };
@@ -356,9 +354,14 @@ fn kept(rule: &str, figures: &Figures, undo: &Undo) -> Option<String> {
         ),
         (true, _) => format!("{they} {are} kept for {} (`denormd undo {rule}`)", span(undo.keep)),
     };
-    let deletes = if figures.deletes > 0 { "; what it deletes is not kept" } else { "" };
-    (number > 0)
-        .then(|| format!("{about}{} would be overwritten or removed: {then}{deletes}", counted(number, "value")))
+    let replaces = format!("{about}{} would be overwritten or removed: {then}", counted(number, "value"));
+    let deletes = format!("deleted documents and elements are not kept for `denormd undo {rule}`");
+    match (number > 0, figures.deletes > 0) {
+        (true, true) => Some(format!("{replaces}; {deletes}")),
+        (true, false) => Some(replaces),
+        (false, true) => Some(deletes),
+        (false, false) => None,
+    }
 }
 
 fn changes(figures: &Figures) -> String {
@@ -389,7 +392,7 @@ fn blocked(rule: &Rule, inspection: &Inspection, before: Option<&Document>, susp
     }
     let own = EarlierWrites::of(rule, before);
     let standing = if own.paths.is_empty() { Standing::New } else { Standing::Changed };
-    let figures = &inspection.adoption.as_ref()?.figures;
+    let figures = &inspection.adoption.figures;
     // Nothing can be counted without the index. The next run counts again once it exists, if the rule asks for one.
     let lacks_index = !rule.allow_scan && inspection.lookups.iter().any(|lookup| lookup.index.is_none());
     if figures.compared == 0 && lacks_index {
@@ -527,12 +530,10 @@ fn steps(count: usize) -> String {
 /// The examples for `--show-values`: a few of the changes to existing data, as Extended JSON.
 fn examples(live: &Live, options: &PlanOptions) -> serde_json::Value {
     let value = |value: &Option<Bson>| value.clone().map(Bson::into_relaxed_extjson);
-    let counts =
-        live.inspections.iter().filter_map(|inspection| Some((&inspection.rule, inspection.adoption.as_ref()?)));
-    let changes = counts.filter(|_| options.show_values).flat_map(|(rule, count)| {
-        count.examples.iter().map(move |change| {
+    let changes = live.inspections.iter().filter(|_| options.show_values).flat_map(|inspection| {
+        inspection.adoption.examples.iter().map(move |change| {
             serde_json::json!({
-                "rule": rule,
+                "rule": &inspection.rule,
                 "kind": change.kind,
                 "target": change.target.clone().into_relaxed_extjson(),
                 "path": change.path,

@@ -2,7 +2,13 @@
 
 use crate::{
     cli::Output,
-    commands::{Failure, connected, leader, notice, print, print_json, without_record},
+    commands::{
+        Failure, connected,
+        leader::{self, unless_interrupted},
+        notice, print, print_json,
+        run::signals::Signals,
+        without_record,
+    },
 };
 use denormd_engine::{
     checkpoint::{
@@ -33,17 +39,20 @@ pub async fn prune(loaded: &Loaded, output: Output, rule: Option<&str>, dry_run:
             .hint("to remove that field, first remove that rule from the config of its deployment")
             .into());
     }
+    let mut signals = Signals::listen(&[])?;
     let (mut pruned, mut failed) = (Vec::new(), None);
     for (name, state) in chosen() {
         let retired = retired(&context.plan, &known, name);
         let mut paths = Vec::new();
         for retired in &retired {
-            paths.push((retired.clone(), count(&context, retired).await?));
+            let documents = unless_interrupted(name, &mut signals, count(&context, retired)).await?;
+            paths.push((retired.clone(), documents));
         }
         if !dry_run && !retired.is_empty() {
             // The rule that is named may have left the config while no daemon was running.
             let gone = rule.into_iter().collect::<Vec<_>>();
-            match leader::request(loaded, &context, &store, (name, RequestedWork::Prune(retired)), &gone).await {
+            let work = (name.as_str(), RequestedWork::Prune(retired));
+            match leader::request(loaded, &context, &store, work, &gone, &mut signals).await {
                 Ok(()) => {}
                 // A refusal for one rule does not stop the others.
                 Err(Failure::Failed(error)) if rule.is_none() && error.kind == Kind::State => {

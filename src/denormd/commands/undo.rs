@@ -2,7 +2,13 @@
 
 use crate::{
     cli::Output,
-    commands::{Failure, connected, leader, print_as, without_record},
+    commands::{
+        Failure, connected,
+        leader::{self, unless_interrupted},
+        print_as,
+        run::signals::Signals,
+        without_record,
+    },
 };
 use denormd_engine::{
     checkpoint::requests::RequestedWork,
@@ -45,11 +51,12 @@ pub async fn undo(loaded: &Loaded, output: Output, rule: &str, dry_run: bool) ->
         let error = Error::new(Kind::State, message);
         return Err(error.hint("take the rule out of the config that this command reads").into());
     }
-    let before = Box::pin(count(&context, rule)).await?;
+    let mut signals = Signals::listen(&[])?;
+    let before = unless_interrupted(rule, &mut signals, Box::pin(count(&context, rule))).await?;
     let mut after = before;
     if !dry_run && before != Tally::default() {
-        leader::request(loaded, &context, &store, (rule, RequestedWork::Undo), &[rule]).await?;
-        after = Box::pin(count(&context, rule)).await?;
+        leader::request(loaded, &context, &store, (rule, RequestedWork::Undo), &[rule], &mut signals).await?;
+        after = unless_interrupted(rule, &mut signals, Box::pin(count(&context, rule))).await?;
     }
     let summary = Summary { rule, dry_run, before, after, undo: &loaded.config.undo };
     print_as(output, || summary.text(), || summary.json());

@@ -10,9 +10,12 @@ use axum::{
 };
 
 use crate::status::Board;
-use denormd_engine::reconcile::Context;
-use denormd_model::rule_state::RuleState;
-use denormd_mongo::error::Result;
+use denormd_engine::{
+    inspection::adoption::{recounted, unsettled_feeder},
+    reconcile::Context,
+};
+use denormd_model::rule_state::{BlockReason, RuleState};
+use denormd_mongo::error::{Kind, Result};
 
 /// Requests a backfill. A rule that is stopped is to be unblocked or resumed instead.
 pub(super) async fn backfill(State(board): State<Arc<Board>>, Path(rule): Path<String>) -> Response {
@@ -34,6 +37,7 @@ async fn answer(board: &Board, rule: &str, fits: impl Fn(&RuleState) -> bool, ot
         Ok(Requested::UnknownRule) => {
             refusal(StatusCode::NOT_FOUND, "no rule of this name is in the config and has run")
         }
+        Err(error) if error.kind == Kind::State => refusal(StatusCode::CONFLICT, &error.message),
         Err(error) => refusal(StatusCode::SERVICE_UNAVAILABLE, &error.message),
     }
 }
@@ -52,12 +56,17 @@ async fn ask(context: &Context, rule: &str, fits: impl Fn(&RuleState) -> bool) -
     let server = &context.server;
     let store = context.state_of_deployment().await?;
     let known = store.rules(server).await?;
-    if context.plan.named(rule).is_none() {
-        return Ok(Requested::UnknownRule);
-    }
+    let Some(planned) = context.plan.named(rule) else { return Ok(Requested::UnknownRule) };
     let Some((_, record)) = known.iter().find(|(name, _)| name == rule) else { return Ok(Requested::UnknownRule) };
     if !fits(&record.state) {
         return Ok(Requested::WrongState);
+    }
+    if let RuleState::Blocked(BlockReason::Adoption(_)) = &record.state {
+        let whole = context.whole();
+        // Counting takes long, and an agreement fails only because of such a rule.
+        if Box::pin(unsettled_feeder(&whole, planned)).await?.is_some() {
+            drop(Box::pin(recounted(&whole, planned)).await?);
+        }
     }
     let asked = match &record.state {
         RuleState::Blocked(reason) => store.unblock(&server.unfenced(), rule, reason, &record.definition).await?,

@@ -26,7 +26,7 @@ use denormd_model::{
 };
 use denormd_mongo::{
     command::decoded,
-    error::{Kind, Result},
+    error::{Error, Kind, Result},
 };
 use denormd_rules::{
     config::Mistake,
@@ -510,6 +510,25 @@ pub async fn unsettled_feeder(context: &Context, rule: &Rule) -> Result<Option<S
         }
     }
     Ok(None)
+}
+
+/// The current effect of a rule that waits for an agreement to it, or the reason why it cannot be counted. Fails while the rule reads
+/// fields that another rule has not written yet: nobody can know what they would agree to.
+pub async fn recounted(context: &Context, rule: &Rule) -> Result<std::result::Result<Figures, String>> {
+    let earlier = earlier::definitions(&context.server, &context.dead_letters.database, &context.plan).await?;
+    let own = EarlierWrites::of(rule, earlier.get(&rule.name));
+    let figures = match Box::pin(figures(context, rule, &own, Use::Decision)).await {
+        Ok(counted) => counted.figures,
+        Err(error) if error.is_transient() => return Err(error),
+        Err(error) => return Ok(Err(error.message)),
+    };
+    if let Some(at_stake) = figures.at_stake(rule, &own)
+        && let Some(feeder) = unsettled_feeder(context, rule).await?
+    {
+        let message = format!("rule `{}`: {}", rule.name, Figures::unknown_before(&feeder, &at_stake));
+        return Err(Error::new(Kind::State, message).hint("`adopt: true` in the rule agrees to any effect"));
+    }
+    Ok(Ok(figures))
 }
 
 /// The values that a backfill of a rule would remove.

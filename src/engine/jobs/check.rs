@@ -11,9 +11,15 @@
 pub mod difference;
 mod suspects;
 
-use std::{collections::HashSet, time::Duration};
+use std::{
+    collections::{BTreeSet, HashSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
+use futures_util::future::try_join_all;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::{
@@ -219,18 +225,20 @@ impl<'a> Check<'a> {
             Some(page) => page,
             None => self.reading.next().await?,
         };
-        let compared = async {
+        // Side by side: a comparison waits for the server most of the time.
+        let suspects = Mutex::new(&mut self.suspects);
+        let (context, rule, take) = (self.context, self.rule, |compared: &Compared| suspects.lock().add(compared));
+        let compared = try_join_all(targets.chunks(AT_ONCE).map(async |targets| {
             let mut refused = 0;
-            for targets in targets.chunks(AT_ONCE).flat_map(decoded_in_parts) {
-                let mut take = |compared: Compared| self.suspects.add(&compared);
-                refused += compare_each(self.context, self.rule, &targets?, time, &mut take).await?;
+            for targets in decoded_in_parts(targets) {
+                refused += compare_each(context, rule, &targets?, time, &mut |compared| take(&compared)).await?;
             }
-            Ok(refused)
-        };
+            Ok::<u64, Error>(refused)
+        }));
         let ahead = async { if position.done { Ok(None) } else { self.reading.next().await.map(Some) } };
         let (refused, ahead) = tokio::try_join!(compared, ahead)?;
         // Targets whose expressions fail, and sources without a usable key, have dead letters.
-        self.tally.refused += refused + unusable;
+        self.tally.refused += refused.into_iter().sum::<u64>() + unusable;
         self.tally.compared += targets.len() as u64;
         (self.position, self.ahead, self.saved) = (position, ahead, false);
         Ok(())
@@ -276,11 +284,21 @@ impl<'a> Check<'a> {
         Ok(found.into_iter().map(|(found, _)| found).collect())
     }
 
+    /// The databases of this rule, and of those that run as this config defines them: the leader may not follow others.
+    async fn followed(&self) -> Result<BTreeSet<String>> {
+        let known = self.store.rules(&self.context.server).await?;
+        let runs = |rule: &&Arc<Rule>| known.iter().any(|(name, record)| *name == rule.name && record.runs(rule));
+        let sides = |rule: &Rule| [&rule.source, &rule.target].map(|side| side.namespace.database.clone());
+        let others = self.context.plan.rules.iter().filter(runs).flat_map(|rule| sides(rule));
+        Ok(others.chain(sides(self.rule)).collect())
+    }
+
     /// Waits until the leader has applied everything that is committed now. Returns false if there is no leader: then
     /// no writes are pending.
     async fn applied_up_to_now(&self) -> Result<bool> {
         let server = &self.context.server;
         let started = Instant::now();
+        let followed = self.followed().await?;
         let now = server.operation_time().await?;
         let mut nudged = false;
         loop {
@@ -288,7 +306,7 @@ impl<'a> Check<'a> {
                 tokio::time::sleep(PAUSE).await;
                 return Ok(false);
             }
-            let applied = self.store.applied(server, &self.context.plan.databases()).await?;
+            let applied = self.store.applied(server, &followed).await?;
             let after = server.operation_time().await?;
             if applied.is_some_and(|applied| applied >= now)
                 && !self.store.is_fanning_out(server, Some(&self.rule.name), after).await?

@@ -205,6 +205,11 @@ impl Signals {
         Wake::Reload
     }
 
+    /// Waits for a signal that ends a command: SIGTERM, SIGINT or SIGHUP.
+    pub async fn any(&mut self) {
+        self.source.next().await;
+    }
+
     /// Waits for a signal to stop.
     pub async fn stop(&mut self) {
         self.source.stop().await;
