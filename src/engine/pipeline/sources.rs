@@ -12,7 +12,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     inspection::adoption::{Losses, losses},
-    preflight::{self, Finding},
     reconcile::Context,
 };
 use denormd_model::{
@@ -98,8 +97,6 @@ struct Waiting {
     next: Option<Instant>,
     /// The losses that were logged last.
     logged: Option<Losses>,
-    /// The reason that was logged last, if the cluster lacks something that the rule needs.
-    lacking: Option<String>,
 }
 
 /// The UUID of a rule's source, if it is there again and the rule may run.
@@ -110,14 +107,7 @@ async fn look(whole: &Context, rule: &Rule, waits: &mut Waiting) -> Result<Optio
     };
     let losses = losses(whole, rule).await?;
     if losses.are_small() {
-        // Nothing has looked at what the rule needs since it was blocked.
-        let findings = preflight::of_rule(&whole.server, &whole.plan, &whole.dead_letters.database, rule.id).await?;
-        let Some(Finding { message, .. }) = findings.into_iter().next() else { return Ok(Some(uuid)) };
-        if waits.lacking.as_ref() != Some(&message) {
-            tracing::warn!(rule = %rule.name, reason = message, "the source collection is there again, but the rule lacks something else");
-            waits.lacking = Some(message);
-        }
-        return Ok(None);
+        return Ok(Some(uuid));
     }
     if waits.logged != Some(losses) {
         tracing::warn!(
