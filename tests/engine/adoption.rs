@@ -589,9 +589,9 @@ async fn a_field_of_a_rule_that_is_blocked_keeps_its_document() {
     daemon.settled().await;
     let few = doc! {"_id": {"$lt": 5}, "note": "the application's", "n": 0};
     assert_eq!(targets.count_documents(few).await.unwrap(), 5);
-    let context = daemon.context();
+    let context = daemon.shared();
     let store = store_of(&daemon).await;
-    let mut check = Check::new(context, &store, &context.plan.rules[0], Scope::default()).await.unwrap();
+    let mut check = Check::new(&context, &store, &context.plan.rules[0], Scope::default()).await.unwrap();
     while check.next().await.unwrap().is_some() {}
     assert_eq!((check.tally.compared, check.tally.differing), (20, 0));
     Program::new(&config(&test, &format!("{DAYS}\n{notes}"))).run(&["unblock", "notes"]).await.exits(0);

@@ -1,7 +1,7 @@
 //! The processes that compare copies with their definition (the audit, `check`, a backfill's scan) continue after a
 //! target that cannot be computed, and see the same targets as everything else.
 
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, atomic::Ordering};
 
 use bson::{Bson, DateTime, Document, doc};
 use denormd_engine::{
@@ -29,11 +29,11 @@ async fn audited(context: &Context) -> u64 {
 }
 
 /// A check of the only rule: the number of targets that differ, and of those that cannot be computed.
-async fn checked(context: &Context) -> (u64, u64) {
+async fn checked(context: &Arc<Context>) -> (u64, u64) {
     checked_within(context, Scope::default()).await
 }
 
-async fn checked_within(context: &Context, scope: Scope) -> (u64, u64) {
+async fn checked_within(context: &Arc<Context>, scope: Scope) -> (u64, u64) {
     let dead_letters = &context.dead_letters;
     let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
     let mut check = Check::new(context, &store, &context.plan.rules[0], scope).await.unwrap();

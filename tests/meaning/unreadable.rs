@@ -69,12 +69,12 @@ async fn expect(daemon: &Daemon, test: &TestDb, collection: &str, document: Docu
 
 /// Number of differences that `check` finds.
 async fn differing(daemon: &Daemon) -> u64 {
-    let context = daemon.context();
+    let context = daemon.shared();
     let dead_letters = &context.dead_letters;
     let store = Store::open(&context.server, &dead_letters.database, &dead_letters.deployment).await.unwrap();
     let mut differing = 0;
     for rule in &context.plan.rules {
-        let mut check = Check::new(context, &store, rule, Scope::default()).await.unwrap();
+        let mut check = Check::new(&context, &store, rule, Scope::default()).await.unwrap();
         while check.next().await.unwrap().is_some() {}
         assert!(check.tally.compared > 0, "{}", rule.name);
         differing += check.tally.differing + check.tally.undecided + check.tally.refused;

@@ -18,9 +18,7 @@ use std::{
 };
 
 use bson::{Bson, Document, RawDocumentBuf, doc};
-use futures_util::future::try_join_all;
-use parking_lot::Mutex;
-use tokio::time::Instant;
+use tokio::{task::JoinSet, time::Instant};
 
 use crate::{
     checkpoint::{
@@ -92,9 +90,9 @@ pub struct DifferingTarget {
 
 /// The check of one rule.
 pub struct Check<'a> {
-    context: &'a Context,
+    context: &'a Arc<Context>,
     store: &'a Store,
-    rule: &'a Rule,
+    rule: &'a Arc<Rule>,
     values: bool,
     /// The counts so far, without targets that are still suspects.
     pub tally: Tally,
@@ -141,7 +139,7 @@ struct Page {
 
 impl<'a> Check<'a> {
     /// Prepares a check of `rule`, from the start or from the last saved position.
-    pub async fn new(context: &'a Context, store: &'a Store, rule: &'a Rule, scope: Scope) -> Result<Self> {
+    pub async fn new(context: &'a Arc<Context>, store: &'a Store, rule: &'a Arc<Rule>, scope: Scope) -> Result<Self> {
         let mut tally = Tally::default();
         let mut position = Position::default();
         let sample = match scope.sample {
@@ -225,20 +223,32 @@ impl<'a> Check<'a> {
             Some(page) => page,
             None => self.reading.next().await?,
         };
-        // Side by side: a comparison waits for the server most of the time.
-        let suspects = Mutex::new(&mut self.suspects);
-        let (context, rule, take) = (self.context, self.rule, |compared: &Compared| suspects.lock().add(compared));
-        let compared = try_join_all(targets.chunks(AT_ONCE).map(async |targets| {
+        let mut comparisons = JoinSet::new();
+        for targets in targets.chunks(AT_ONCE).map(<[_]>::to_vec) {
+            // A task of its own: comparing takes as much of this process as of the server.
+            let (context, rule) = (self.context.clone(), self.rule.clone());
+            comparisons.spawn(async move {
+                let (mut refused, mut suspects) = (0, Suspects::default());
+                for targets in decoded_in_parts(&targets) {
+                    let mut take = |compared: Compared| suspects.add(&compared);
+                    refused += compare_each(&context, &rule, &targets?, time, &mut take).await?;
+                }
+                Ok::<_, Error>((refused, suspects))
+            });
+        }
+        let compared = async {
             let mut refused = 0;
-            for targets in decoded_in_parts(targets) {
-                refused += compare_each(context, rule, &targets?, time, &mut |compared| take(&compared)).await?;
+            while let Some(compared) = comparisons.join_next().await {
+                let (more, suspects) = compared.map_err(|error| Error::internal(error.to_string()))??;
+                self.suspects.join(suspects);
+                refused += more;
             }
-            Ok::<u64, Error>(refused)
-        }));
+            Ok(refused)
+        };
         let ahead = async { if position.done { Ok(None) } else { self.reading.next().await.map(Some) } };
         let (refused, ahead) = tokio::try_join!(compared, ahead)?;
         // Targets whose expressions fail, and sources without a usable key, have dead letters.
-        self.tally.refused += refused.into_iter().sum::<u64>() + unusable;
+        self.tally.refused += refused + unusable;
         self.tally.compared += targets.len() as u64;
         (self.position, self.ahead, self.saved) = (position, ahead, false);
         Ok(())

@@ -6,6 +6,7 @@ use std::{
     fmt::Write,
     hash::{DefaultHasher, Hash, Hasher},
     num::NonZero,
+    sync::Arc,
     thread::available_parallelism,
     time::{Duration, Instant},
 };
@@ -226,7 +227,7 @@ impl Cluster {
         if reloads && server.model.unknown().is_empty() {
             prune_takes_what_the_rules_wrote(&test.database(), daemon.context(), &histories).await;
         }
-        let context = daemon.context().whole();
+        let context = Arc::new(daemon.context().whole());
         daemon.stop().await;
         // With several partitions, small pages or commands that fail, a document may be written before one that it reads.
         let has_small_pages = (run.limits)(&mut StdRng::seed_from_u64(first)).contains("backfill_per_second");
@@ -402,7 +403,7 @@ fn of_same_id<'a>(world: &'a World, collection: &str, document: &Document) -> Op
 /// # Panics
 ///
 /// Panics if only one of them finds a difference of a rule.
-async fn check_finds_the_same(db: &Database, context: &Context, history: &mut History) {
+async fn check_finds_the_same(db: &Database, context: &Arc<Context>, history: &mut History) {
     // After many steps each rule would differ, whatever `check` overlooks.
     let few = StdRng::seed_from_u64(history.seed ^ 0x6368_6563).random_range(0..4);
     let steps = history.steps(4).into_iter().filter(|step| matches!(step, Step::Ops(_))).take(few).collect();

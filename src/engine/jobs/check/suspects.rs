@@ -57,6 +57,11 @@ impl Suspects {
         }
     }
 
+    /// Takes over the suspects of other targets.
+    pub fn join(&mut self, others: Self) {
+        self.looked.extend(others.looked);
+    }
+
     /// Removes those of `ids` whose targets were not found again.
     pub fn forget_all_but(&mut self, ids: &[Bson], found: &HashSet<Key>) {
         for id in ids.iter().map(|id| Key::one(id.clone())).filter(|id| !found.contains(id)) {
