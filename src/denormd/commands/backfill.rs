@@ -216,7 +216,7 @@ fn effect(rule: &str, recorded: &Adoption, now: &std::result::Result<Figures, St
     let can_be_undone = undo.enabled && figures.kept().0 > 0;
     let undo = kept(rule, figures, undo);
     let how = can_be_undone.then(|| format!("to put them back: `denormd pause {rule}`, then `denormd undo {rule}`"));
-    changed.into_iter().chain(undo).chain(how).map(|line| format!("  {line}\n")).collect()
+    changed.into_iter().chain(undo).chain(how).fold(String::new(), |text, line| text + "  " + &line + "\n")
 }
 
 /// The effect of a backfill on the values of a rule that is blocked, each in a few words.

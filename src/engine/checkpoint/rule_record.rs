@@ -22,6 +22,7 @@ pub(super) use stored::{
 
 /// The record of a rule from earlier runs.
 #[derive(Debug, Clone, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "each says something of its own, and any of them may hold together")]
 pub struct RuleRecord {
     /// The definition of the rule, as last recorded.
     pub definition: Document,
