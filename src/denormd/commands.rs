@@ -64,7 +64,7 @@ pub enum Failure {
     /// `check` has found differences. Exit status 3.
     #[error("{0}")]
     Differs(String),
-    /// SIGINT or SIGTERM ended the command before its work was done. Exit status 130.
+    /// A signal (SIGINT, SIGTERM, SIGHUP) ended the command before its work was done. Exit status 130.
     #[error("{0}")]
     Interrupted(String),
     /// Cases of `test` do not come out as they should. Exit status 1.

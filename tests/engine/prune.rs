@@ -315,8 +315,8 @@ async fn a_command_that_is_interrupted_withdraws_its_request() {
     let lease =
         Lease::new(server.unfenced(), test.beside("state").name(), "default", &instance, Duration::from_secs(60));
     let held = lease.stand_by().await;
-    let begun = until("the request is recorded", async || (!requests(&test).await.is_empty()).then_some(()));
-    let told = Program::new(&config(&test, OTHER)).interrupt(&["prune", "label"], begun).await.exits(130).err;
+    let recorded = until("the request is recorded", async || (!requests(&test).await.is_empty()).then_some(()));
+    let told = Program::new(&config(&test, OTHER)).interrupt(&["prune", "label"], recorded).await.exits(130).err;
     assert!(told.contains("label: interrupted; a leader that works on it stops at its next page"), "{told}");
     assert_eq!((requests(&test).await, labels(&test).await), (Vec::new(), before));
     held.release().await;

@@ -111,13 +111,13 @@ impl Program {
         tokio::task::spawn_blocking(move || finish(&mut command, &text, PATIENCE)).await.unwrap()
     }
 
-    /// Runs a command, and interrupts it as Ctrl-C does once `begun` is over.
-    pub async fn interrupt(&self, arguments: &[&str], begun: impl Future<Output = ()>) -> Printed {
+    /// Runs a command, and interrupts it as Ctrl-C does, as soon as `reached` returns.
+    pub async fn interrupt(&self, arguments: &[&str], reached: impl Future<Output = ()>) -> Printed {
         let mut command = self.command(arguments);
         let (text, (told, tells)) = (arguments.join(" "), std::sync::mpsc::channel());
         let id = move |id| told.send(id).unwrap();
-        let done = tokio::task::spawn_blocking(move || finish_from(&mut command, &text, PATIENCE, id));
-        begun.await;
+        let done = tokio::task::spawn_blocking(move || finish_with(&mut command, &text, PATIENCE, id));
+        reached.await;
         let id: u32 = tells.recv().unwrap();
         assert!(Command::new("kill").args(["-INT", &id.to_string()]).status().unwrap().success());
         done.await.unwrap()
@@ -145,13 +145,13 @@ impl Program {
 }
 
 fn finish(command: &mut Command, text: &str, limit: Duration) -> Printed {
-    finish_from(command, text, limit, |_| {})
+    finish_with(command, text, limit, |_| {})
 }
 
-/// Runs a command to its end. `begun` gets the id of its process.
-fn finish_from(command: &mut Command, text: &str, limit: Duration, begun: impl FnOnce(u32)) -> Printed {
+/// Runs a command to its end, and passes the id of its process to `on_start`.
+fn finish_with(command: &mut Command, text: &str, limit: Duration, on_start: impl FnOnce(u32)) -> Printed {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    begun(child.id());
+    on_start(child.id());
     let (out, err) = (read(child.stdout.take().unwrap()), read(child.stderr.take().unwrap()));
     let (started, mut peak) = (Instant::now(), 0);
     let status = loop {

@@ -50,8 +50,8 @@ pub struct RuleRecord {
     /// True if somebody has agreed to the removals of its open or next backfill. The rule is being backfilled, waits
     /// for `denormd backfill`, is paused or is unavailable.
     pub removals_agreed: bool,
-    /// True if the leader has stopped the rule while it waited for `denormd backfill`, which it goes on to do once it runs again by
-    /// itself.
+    /// True if the leader has stopped the rule while it waited for `denormd backfill`. Once the rule runs again by itself, it goes on
+    /// waiting.
     pub awaiting: bool,
     /// The paths that are new to the rule, until its first backfill has ended: their values are kept, unless `undo.mode` is `off`.
     pub keeping: Option<Keeping>,

@@ -283,9 +283,9 @@ pub(crate) fn read(document: &Document) -> Result<(Id, RuleRecord)> {
     let beside: Beside = bson::deserialize_from_document(document.clone()).map_err(|error| unreadable(&error))?;
     let number = |count: i64| u64::try_from(count).unwrap_or_default();
     let removals_agreed = stored.removals_agreed == Some(beside.generation);
-    let awaited = stored.awaiting;
+    let is_of_this_stop = stored.awaiting == Some(beside.generation);
     let state = stored.state(beside.generation);
-    let awaiting = awaited == Some(beside.generation) && state.is_stopped();
+    let awaiting = is_of_this_stop && state.is_stopped();
     let may_be_agreed = matches!(
         state,
         RuleState::Backfilling { .. }
