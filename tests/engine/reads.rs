@@ -253,3 +253,63 @@ fn what_keeps_the_order_of_its_sources_is_read_in_it() {
         assert_eq!(read::sources_by_shortcut(&rule(&text), &[&key]), None, "{set} needs none anyway");
     }
 }
+
+/// From an index that holds all fields of a read, the server reads null where a document lacks one. A rule's own index did that: it holds
+/// the order of the elements.
+#[tokio::test]
+async fn an_index_makes_no_null_of_a_missing_field() {
+    let test = denormd_fixture::database().await;
+    let database = test.database();
+    let sources = database.collection::<Document>("s");
+    let some = [doc! {"at": 2, "n": 2}, doc! {"at": null, "n": null}, doc! {}, doc! {"at": 1}, doc! {"n": 1}];
+    let source = |(id, mut source): (i32, Document)| {
+        source.extend(doc! {"_id": id, "part": id % 2});
+        source
+    };
+    sources.insert_many((0..40).zip(some.into_iter().cycle()).map(source)).await.unwrap();
+    let of = |form: &str| {
+        let is_missing = "{ $expr: { $eq: [{ $type: $n }, missing] } }";
+        let sides = "target: t, match: { _id: part }";
+        let filtered = format!("source: {{ collection: s, where: {is_missing} }}, {sides}");
+        rule(&form.replace("@filtered", &filtered).replace('@', &format!("source: s, {sides}")))
+    };
+    let fetches = [
+        "copy: { @, set: { n: $n }, sort: { at: -1 } }",
+        "collect: { @, into: all, element: { at: $at, n: $n } }",
+        "collect: { @, into: all, element: { id: $_id, at: $at }, sort: { at: -1 }, slice: 30 }",
+        "collect: { @, into: all, element: { id: $_id, at: $at }, sort: { at: -1 }, slice: -30 }",
+        "aggregate: { @, set: { all: { $addToSet: $n } } }",
+        "aggregate: { @, set: { n: { $sum: { $cond: [{ $eq: [{ $type: $n }, missing] }, 1, 0] } } } }",
+        "aggregate: { @filtered, set: { n: { $sum: 1 } } }",
+    ];
+    let index_alone =
+        ["aggregate: { @, set: { n: { $sum: $n }, all: { $count: {} }, least: { $min: $n }, mean: { $avg: $n } } }"];
+    let keys: Vec<Key> = (0..2).map(|part| Key::one(Bson::Int32(part))).collect();
+    let keys: Vec<&Key> = keys.iter().collect();
+    let mut before = Vec::new();
+    for indexed in [false, true] {
+        if indexed {
+            let keys = doc! {"part": 1, "at": -1, "_id": -1, "n": 1};
+            sources.create_index(IndexModel::builder().keys(keys).build()).await.unwrap();
+        }
+        for (nth, form) in fetches.iter().chain(&index_alone).enumerate() {
+            let rule = of(form);
+            for (at_once, command) in
+                [read::sources(&rule, &keys), read::sources_at_once(&rule, &keys)].into_iter().enumerate()
+            {
+                let mut found = rows(&database, &command).await;
+                found.sort_by_key(|(key, _)| *key);
+                if !indexed {
+                    before.push(found);
+                    continue;
+                }
+                assert_eq!(found, before[2 * nth + at_once], "{form}");
+                if at_once == 1 {
+                    let plan =
+                        database.run_command(doc! {"explain": command, "verbosity": "queryPlanner"}).await.unwrap();
+                    assert_eq!(plan.to_string().contains("PROJECTION_COVERED"), nth >= fetches.len(), "{form}: {plan}");
+                }
+            }
+        }
+    }
+}

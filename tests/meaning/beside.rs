@@ -7,7 +7,7 @@ use denormd_rules::{
 };
 
 use crate::support::{
-    cases::{Case, TIME, Write, delete, every_way, insert, update},
+    cases::{Case, TIME, Write, dead_letters, delete, every_way, insert, update},
     daemon::{self, Daemon, all, load, until},
     process::Program,
 };
@@ -255,6 +255,29 @@ async fn check_and_explain_show_the_element_and_the_path_beside_it() {
     program.run(&["check"]).await.exits(0);
     assert_eq!(all(&db, "products").await[1].get_str("supplier").unwrap(), "by b");
     assert_eq!(all(&db, "users").await[0], doc! {"_id": 1, "likes": [2, 7], "n": 1, "ids": [1]});
+}
+
+/// Together, the values beside the array are larger than a document; only the first source's are stored.
+#[tokio::test(flavor = "multi_thread")]
+async fn large_values_beside_the_array_are_read_of_the_first_source() {
+    const PARTS: i32 = 30;
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    let leaflet = |id: i32| format!("{id} ").repeat(300_000);
+    for id in 0..PARTS {
+        db.collection("parts").insert_one(doc! {"_id": id, "name": id, "leaflet": leaflet(id)}).await.unwrap();
+    }
+    let parts: Vec<Document> = (0..PARTS).map(|id| doc! {"id": PARTS - 1 - id}).collect();
+    db.collection("products").insert_one(doc! {"_id": 1, "parts": parts}).await.unwrap();
+    let copy = "copy: { source: parts, target: products, match: { 'parts.$[].id': _id }, sort: { _id: 1 }, set: { 'parts.$[].name': $name, leaflet: $leaflet } }";
+    let daemon = Daemon::start(&test, &format!("  - {{ name: parts, allow_scan: true, {copy} }}")).await;
+    daemon.settled().await;
+    let parts: Vec<Document> = (0..PARTS).rev().map(|id| doc! {"id": id, "name": id}).collect();
+    let expected = doc! {"_id": 1, "parts": parts, "leaflet": leaflet(0)};
+    let [product]: [Document; 1] = all(&db, "products").await.try_into().unwrap();
+    assert!(product == expected, "{:?}", product.get("parts"));
+    assert!(dead_letters(&test).await.is_empty());
+    daemon.stop().await;
 }
 
 #[test]

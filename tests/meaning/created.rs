@@ -399,24 +399,45 @@ async fn a_source_with_an_unusable_value_is_a_dead_letter() {
     daemon.stop().await;
 }
 
-/// A range of dates also finds sources of another interval. If the value of one could not be computed, this interval's document
+/// A range of dates also finds sources of another interval. If something of one could not be computed, this interval's document
 /// became a dead letter.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_of_another_interval_does_not_count() {
-    const WEEKLY: &str = "  - { name: weekly, allow_scan: true, aggregate: { source: sales, target: { collection: weekly, create: true }, match: { _id: { $dateTrunc: { date: $at, unit: week } } }, set: { last: { $max: { $concat: [$name, '!'] } } } } }";
-    let test = denormd_fixture::database().await;
-    let db = test.database();
+    let week = "{ $dateTrunc: { date: $at, unit: week } }";
+    let rule = |source: &str, of: &str, set: &str| {
+        format!(
+            "  - {{ name: weekly, allow_scan: true, aggregate: {{ source: {source}, target: {{ collection: weekly, create: true }}, match: {of}, set: {set} }} }}"
+        )
+    };
     // A Thursday, in a week that begins on the third.
-    db.collection("sales").insert_one(doc! {"_id": 1, "at": day("2024-03-07"), "name": 5}).await.unwrap();
-    let daemon = Daemon::start(&test, WEEKLY).await;
-    db.collection("weekly").insert_one(doc! {"_id": day("2024-03-07")}).await.unwrap();
-    daemon.settled().await;
-    assert_eq!(all(&db, "weekly").await, Vec::<Document>::new());
-    let failed: Vec<Document> = dead_letters(&test).await;
-    let keys: Vec<&Bson> =
-        failed.iter().map(|one| &one.get_document("_id").unwrap().get_array("key").unwrap()[0]).collect();
-    assert_eq!(keys, [&day("2024-03-03")]);
-    daemon.stop().await;
+    let (first, thursday) = (day("2024-03-03"), day("2024-03-07"));
+    let sale = doc! {"_id": 1, "at": thursday.clone(), "name": 5, "lines": [{"item": 7, "qty": "x"}]};
+    let simple = format!("{{ _id: {week} }}");
+    let of_item = format!("{{ _id.item: 'lines.$[].item', _id.week: {week} }}");
+    let sold = "{ collection: sales, where: { $expr: { $gt: [{ $toInt: $$element.qty }, 0] } } }";
+    let one = |rule: String| (rule, thursday.clone(), vec![first.clone()]);
+    for (rule, id, failing) in [
+        one(rule("sales", &simple, "{ last: { $max: { $concat: [$name, '!'] } } }")),
+        one(rule("sales", &simple, "{ all: { $mergeObjects: $name } }")),
+        (
+            rule(sold, &of_item, "{ n: { $sum: 1 } }"),
+            doc! {"item": 7, "week": thursday.clone()}.into(),
+            vec![7.into(), first.clone()],
+        ),
+    ] {
+        let test = denormd_fixture::database().await;
+        let db = test.database();
+        db.collection("sales").insert_one(sale.clone()).await.unwrap();
+        let daemon = Daemon::start(&test, &rule).await;
+        db.collection("weekly").insert_one(doc! {"_id": id}).await.unwrap();
+        daemon.settled().await;
+        assert_eq!(all(&db, "weekly").await, Vec::<Document>::new(), "{rule}");
+        let failed: Vec<Document> = dead_letters(&test).await;
+        let keys: Vec<&Vec<Bson>> =
+            failed.iter().map(|one| one.get_document("_id").unwrap().get_array("key").unwrap()).collect();
+        assert_eq!(keys, [&failing], "{rule}");
+        daemon.stop().await;
+    }
 }
 
 /// Deleted documents count for the removal limit, and are not deleted beyond it.

@@ -4,12 +4,17 @@
 //! In rules and documents `@parts` stands for the case's collection `parts`, `@other.parts` for one in another database,
 //! and `@@` for the database.
 
-use std::fmt::Write as _;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+};
 
 use bson::{Bson, Document, Timestamp, doc};
 use denormd_fixture::TestDb;
+use denormd_model::field_path::FieldPath;
+use denormd_rules::plan::{Plan, reference::Role};
 use futures_util::{StreamExt, TryStreamExt, stream};
-use mongodb::{Collection, Database};
+use mongodb::{Collection, Database, IndexModel, options::IndexOptions};
 
 use crate::support::daemon::Daemon;
 
@@ -42,6 +47,68 @@ pub fn replace(collection: &'static str, document: Document) -> Write {
 /// Deletes the document with this `_id`.
 pub fn delete(collection: &'static str, id: impl Into<Bson>) -> Write {
     Write::Delete(collection, doc! {"_id": id.into()})
+}
+
+/// The fields of a collection.
+#[derive(Debug, Default)]
+struct Fields {
+    /// Paths of values that are no documents.
+    scalar: BTreeSet<String>,
+    /// Names of top-level fields that hold an array at some time: a compound index takes one of those at most.
+    with_arrays: BTreeSet<String>,
+}
+
+impl Fields {
+    fn add(&mut self, parent: &str, document: &Document) {
+        for (name, value) in document {
+            let path = if parent.is_empty() { name.clone() } else { format!("{parent}.{name}") };
+            match value {
+                Bson::Document(inner) => self.add(&path, inner),
+                Bson::Array(_) => self.add_array(&path),
+                _ => drop(self.scalar.insert(path)),
+            }
+        }
+    }
+
+    fn add_array(&mut self, path: &str) {
+        self.with_arrays.extend(path.split('.').next().map(str::to_owned));
+    }
+
+    /// True if an index of every kind of value may hold the path.
+    fn may_cover(&self, path: &str) -> bool {
+        let is_name = |name: &str| !name.is_empty() && !name.starts_with('$');
+        path.split('.').all(is_name) && path.split('.').next().is_some_and(|root| !self.with_arrays.contains(root))
+    }
+}
+
+impl Write {
+    fn add_fields(&self, collections: &mut BTreeMap<&'static str, Fields>) {
+        match self {
+            Self::Insert(name, document) | Self::Replace(name, _, document) => {
+                collections.entry(name).or_default().add("", document);
+            }
+            Self::Update(name, _, Bson::Document(update)) => {
+                let fields = collections.entry(name).or_default();
+                for (operator, assigned) in update {
+                    match assigned.as_document() {
+                        Some(assigned) if operator == "$set" => fields.add("", assigned),
+                        assigned => {
+                            assigned.into_iter().flat_map(Document::keys).for_each(|path| fields.add_array(path))
+                        }
+                    }
+                }
+            }
+            // What a pipeline computes may be an array.
+            Self::Update(name, _, pipeline) => {
+                let stages = pipeline.as_array().into_iter().flatten().filter_map(Bson::as_document);
+                let assigned = stages.flat_map(Document::values).filter_map(Bson::as_document).flat_map(Document::keys);
+                let fields = collections.entry(name).or_default();
+                assigned.for_each(|path| fields.add_array(path));
+            }
+            Self::Delete(..) => {}
+            Self::Burst(writes) => writes.iter().for_each(|write| write.add_fields(collections)),
+        }
+    }
 }
 
 /// The ways in which a case may run.
@@ -115,9 +182,9 @@ pub enum Way {
     Backfill,
     /// Each write is applied before the next one.
     StepByStep,
-    /// The writes follow each other as fast as they can.
+    /// The writes follow each other as fast as they can, and indexes hold all fields.
     Flood,
-    /// The same, with a kill and a restart of the daemon during the writes.
+    /// The writes follow each other as fast as they can, with a kill and a restart of the daemon during the writes.
     Restart,
 }
 
@@ -169,6 +236,34 @@ impl Placed<'_> {
     async fn prepare(&self) {
         for (collection, document) in &self.case.before {
             self.collection(collection).insert_one(self.document(document)).await.unwrap();
+        }
+    }
+
+    /// Creates indexes that hold every field without an array beside the fields that the rules match by: the server may read them
+    /// alone, without the documents.
+    async fn index_everything(&self, plan: &Plan) {
+        let mut collections: BTreeMap<&str, Fields> = BTreeMap::new();
+        let expected =
+            self.case.expect.iter().flat_map(|(name, documents)| documents.iter().map(move |one| (name, one)));
+        for (name, document) in self.case.before.iter().map(|(name, document)| (name, document)).chain(expected) {
+            collections.entry(name).or_default().add("", document);
+        }
+        self.case.writes.iter().for_each(|write| write.add_fields(&mut collections));
+        let prefix = format!("c{}-", self.nth);
+        let rules = plan.rules.iter().filter(|rule| rule.name.starts_with(&prefix));
+        for (nth, (rule, role)) in rules.flat_map(|rule| [(rule, Role::Source), (rule, Role::Target)]).enumerate() {
+            let namespace = rule.side(role).namespace.to_string();
+            let mut collections = collections.iter().map(|(name, fields)| (self.collection(name), fields));
+            let Some((collection, fields)) = collections.find(|(at, _)| at.namespace().to_string() == namespace) else {
+                continue;
+            };
+            let matched = rule.reference.paths(role).map(FieldPath::query);
+            let others = fields.scalar.iter().filter(|path| fields.may_cover(path)).cloned();
+            let paths = matched.chain(others).chain(["_id".to_owned()]);
+            let keys: Document = paths.map(|path| (path, Bson::Int32(1))).collect();
+            let options = IndexOptions::builder().name(format!("all{nth}")).build();
+            // Not every collection can have such an index.
+            collection.create_index(IndexModel::builder().keys(keys).options(options).build()).await.ok();
         }
     }
 
@@ -287,6 +382,10 @@ pub async fn run(cases: &[Case], way: Way) {
     let rules: String = placed.iter().map(Placed::rules).collect();
     let config = crate::support::daemon::config(&test, &rules);
     each(&placed, Placed::prepare).await;
+    if way == Way::Flood {
+        let plan = &crate::support::daemon::context(&config).await.plan;
+        each(&placed, |placed| placed.index_everything(plan)).await;
+    }
     if way == Way::Backfill {
         // Pre-images must be kept before anything is deleted, so collections are created first.
         each(&placed, Placed::perform_all).await;

@@ -20,7 +20,10 @@ use crate::{
         rule_record::{Retired, RuleRecord},
         store::Store,
     },
-    reconcile::{Context, read::simple_collation},
+    reconcile::{
+        Context,
+        read::{UNINDEXED, simple_collation},
+    },
 };
 use denormd_model::{failpoint, field_path::FieldPath, key::Key, position::ClusterTime, rule_state::RuleState};
 use denormd_mongo::error::{Error, Result};
@@ -217,7 +220,7 @@ async fn judged<'a>(context: &Context, page: &'a [KeptValue]) -> Result<Vec<(&'a
     for (name, values) in collections {
         let (database, collection) = name.split_once('.').unwrap_or_default();
         let ids: Vec<Bson> = values.iter().map(|value| value.place.target.clone()).collect();
-        let roots = values.iter().filter_map(|value| value.place.path.split('.').next());
+        let roots = values.iter().filter_map(|value| value.place.path.split('.').next()).chain([UNINDEXED]);
         let projection: Document = roots.map(|root| (root.to_owned(), Bson::Int32(1))).collect();
         let command = doc! {
             "find": collection, "filter": {"_id": {"$in": ids}}, "projection": projection, "collation": simple_collation(),

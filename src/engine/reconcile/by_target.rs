@@ -13,7 +13,7 @@ use bson::{Bson, Document, RawDocumentBuf, doc};
 use crate::reconcile::{
     context::{Context, Load},
     read,
-    value::{Rows, index, target_key, target_key_without_source},
+    value::{Rows, index, refers, target_key, target_key_without_source},
 };
 use denormd_model::{
     field_path::FieldPath,
@@ -57,7 +57,8 @@ struct Slot<'a> {
     keys: Vec<&'a Key>,
 }
 
-fn slots<'a>(rule: &Rule, references: &'a [Option<Key>]) -> Vec<Slot<'a>> {
+fn slots<'a>(rule: &Rule, target: Referrer<'a>) -> Vec<Slot<'a>> {
+    let references = target.references;
     let slot = |nth, references: &'a [Option<Key>]| {
         let mut keys: Vec<&Key> = references.iter().flatten().filter(|key| rule.reference.can_resolve(key)).collect();
         keys.sort_unstable();
@@ -69,9 +70,14 @@ fn slots<'a>(rule: &Rule, references: &'a [Option<Key>]) -> Vec<Slot<'a>> {
     } else {
         vec![slot(0, references)]
     };
-    if read::values_without_source(rule).is_none() {
-        slots.retain(|slot| !slot.keys.is_empty());
-    }
+    // The values for no source may be impossible to compute, so they are left out where they do not count.
+    let counts = |slot: &Slot| match &rule.values {
+        _ if read::values_without_source(rule).is_none() => false,
+        Values::Set { .. } => true,
+        _ if rule.by_reference() => references.get(slot.nth).is_some_and(Option::is_some),
+        _ => refers(rule, references, rule.reference.has_array(target.target)),
+    };
+    slots.retain(|slot| !slot.keys.is_empty() || counts(slot));
     slots
 }
 
@@ -80,7 +86,7 @@ fn keys_of_rows(rule: &Rule, targets: &[Referrer<'_>]) -> Vec<Key> {
     let mut keys = Vec::new();
     for target in targets {
         let id = target.id();
-        for slot in slots(rule, target.references) {
+        for slot in slots(rule, *target) {
             keys.extend([target_key(&id, slot.nth), target_key_without_source(&id, slot.nth)]);
         }
     }
@@ -204,7 +210,7 @@ fn asked(rule: &Rule, targets: &[Referrer<'_>], settled: Option<Settled<'_>>) ->
             searched.extend(element.and_then(|element| read_element(rule, element)).map(|e| ("e".to_owned(), e)));
             searched
         };
-        let lookups: Vec<Document> = slots(rule, target.references).into_iter().map(lookup).collect();
+        let lookups: Vec<Document> = slots(rule, *target).into_iter().map(lookup).collect();
         if lookups.is_empty() {
             continue;
         }

@@ -129,6 +129,7 @@ pub fn projection(rule: &Rule) -> Document {
     for path in rule.reference.paths(Role::Target).chain(rule.owned()).chain(read) {
         roots.insert(path.root(), 1);
     }
+    roots.insert(read::UNINDEXED, 1);
     roots
 }
 

@@ -87,14 +87,35 @@ enum Order {
     Any,
 }
 
+/// A field that no document has, so no index holds it. From an index that holds all fields that it needs, the server reads null where a
+/// document lacks the field (6.0.5, 7.0.28). A read that needs this field fetches the documents.
+pub const UNINDEXED: &str = "__denormd_unindexed";
+
+/// A condition that all sources meet, with which the server fetches them. None if null and a missing field give the same values: there,
+/// an index alone may answer, in half the time.
+fn fetched(rule: &Rule) -> Option<Document> {
+    let is_same = |accumulator: &Bson| {
+        let skips_both = matches!(operator(accumulator), "$sum" | "$avg" | "$min" | "$max");
+        let is_field =
+            matches!(operand(accumulator), Bson::String(path) if path.starts_with('$') && !path.starts_with("$$"));
+        operator(accumulator) == "$count" || skips_both && (is_field || operand(accumulator).as_i32().is_some())
+    };
+    let is_same = match &rule.values {
+        Values::Aggregate { assignments, .. } => assignments.iter().flat_map(Assignment::accumulators).all(is_same),
+        _ => false,
+    };
+    (!is_same).then(|| doc! {UNINDEXED: {"$exists": false}})
+}
+
 fn stages(rule: &Rule, keys: &[&Key], gathered: Order) -> Vec<Document> {
     let mut stages = vec![doc! {"$match": source_match(rule, keys)}];
-    if let Some(each) = &rule.reference.source_each {
-        stages.extend(unwind(rule, each, in_elements(rule, each, keys)));
+    stages.extend(fetched(rule).map(|condition| doc! {"$match": condition}));
+    match &rule.reference.source_each {
+        Some(each) => stages.extend(unwind(rule, each, in_elements(rule, each, keys))),
+        None => stages.extend(in_intervals(rule, keys).map(|condition| doc! {"$match": condition})),
     }
     // Grouped by a mere field, MongoDB 6.0.5 makes the key MaxKey the document `{"": MaxKey}`.
     let edges = keys.iter().flat_map(|key| key.values()).any(|v| matches!(v, Bson::MinKey | Bson::MaxKey));
-    stages.extend(in_intervals(rule, keys));
     stages.extend(rows(rule, gathered, edges, RowOf::OneKey));
     stages
 }
@@ -156,8 +177,9 @@ pub(super) fn sources_of_pair(rule: &Rule) -> Vec<Document> {
         stages.extend(Some(doc! {"$match": {"$and": clauses.clone()}}).filter(|_| !clauses.is_empty()));
     }
     if let Some(condition) = &rule.pair_filter {
-        stages.push(doc! {"$match": {"$expr": condition.clone()}});
+        stages.push(doc! {"$match": {"$expr": bind(condition.clone(), each)}});
     }
+    stages.extend(fetched(rule).map(|condition| doc! {"$match": condition}));
     stages
 }
 
@@ -197,6 +219,7 @@ pub(super) fn sources_of_targets(
     let (keys, mut targets): (Vec<&Key>, Vec<Vec<Document>>) = targets.into_iter().unzip();
     let row_key = row_keys(rule);
     let mut stages = vec![doc! {"$match": source_match(rule, &keys)}];
+    stages.extend(fetched(rule).map(|condition| doc! {"$match": condition}));
     stages.extend(without_arrays(&rule.values, &row_key));
     stages.extend(settle);
     if !rule.reference.keyed_by_source_id() {
@@ -266,15 +289,16 @@ fn without_arrays(values: &Values, row_key: &[Bson]) -> Option<Document> {
     Some(doc! {"$match": {"$and": clauses.clone()}}).filter(|_| !clauses.is_empty())
 }
 
-/// The stage that drops the sources of other intervals than those of `keys`, where their values must not be computed: the range of
-/// dates by which sources are found may be wider.
+/// The condition that leaves out the sources of other intervals than those of `keys`, where nothing may be computed of them: the range
+/// of dates by which sources are found may be wider.
 fn in_intervals(rule: &Rule, keys: &[&Key]) -> Option<Document> {
+    let computes = may_fail(&rule.values) || rule.row_filter.is_some();
     let keys: Vec<&[Bson]> = keys.iter().map(|key| key.values()).collect();
     let is_wanted = doc! {"$in": [row_keys(rule), {"$literal": keys}]};
-    (rule.reference.has_buckets() && may_fail(&rule.values)).then(|| doc! {"$match": {"$expr": is_wanted}})
+    (rule.reference.has_buckets() && computes).then(|| doc! {"$expr": is_wanted})
 }
 
-/// True if the server may refuse to compute the values of a source, because they contain an operator. A query also
+/// True if the server may refuse to compute the values of a source, because they contain an operator that fails. A query also
 /// finds sources that hold a key inside an array. Such a source matches no key, and must not make the others fail.
 fn may_fail(values: &Values) -> bool {
     fn has_operator(expression: &Bson) -> bool {
@@ -286,17 +310,19 @@ fn may_fail(values: &Values) -> bool {
             _ => false,
         }
     }
-    fn arguments(assignments: &[Assignment]) -> impl Iterator<Item = &Bson> {
-        let accumulators = assignments.iter().flat_map(Assignment::accumulators).filter_map(Bson::as_document);
-        accumulators.flat_map(Document::values)
+    /// `$mergeObjects` fails for what is no document, and an order by two paths for two arrays.
+    fn any_fails(assignments: &[Assignment]) -> bool {
+        let fails = |accumulator: &Bson| {
+            matches!(operator(accumulator), "$mergeObjects" | "$top" | "$topN" | "$bottom" | "$bottomN")
+                || has_operator(&operand(accumulator))
+        };
+        assignments.iter().flat_map(Assignment::accumulators).any(fails)
     }
     match values {
         Values::Set { assignments, .. } => assignments.iter().any(|assignment| has_operator(&assignment.expression)),
         Values::Into { element, .. } | Values::Collect { element, .. } => has_operator(element),
-        Values::Aggregate { assignments, .. } => arguments(assignments).any(has_operator),
-        Values::Groups(values) => {
-            values.by.iter().any(|(_, value)| has_operator(value)) || arguments(&values.fields).any(has_operator)
-        }
+        Values::Aggregate { assignments, .. } => any_fails(assignments),
+        Values::Groups(values) => values.by.iter().any(|(_, value)| has_operator(value)) || any_fails(&values.fields),
     }
 }
 
@@ -415,6 +441,7 @@ fn in_elements(rule: &Rule, each: &FieldPath, keys: &[&Key]) -> Vec<Document> {
             wanted.push(one_of(at, keys.iter().filter_map(|key| key.values().get(nth))));
         }
     }
+    wanted.extend(in_intervals(rule, keys));
     wanted
 }
 
@@ -443,6 +470,10 @@ fn unwind(rule: &Rule, each: &FieldPath, mut wanted: Vec<Document>) -> Vec<Docum
         let at = field.trim_start_matches('$');
         if dbref_parent(path).is_some() {
             wanted.push(names_target(rule, at.trim_end_matches("$id")));
+        }
+        if rule.row_filter.is_some() {
+            // An element that holds its key in an array refers to nothing, and nothing must be computed of it.
+            wanted.extend(no_arrays(at));
         }
         row_key.push(field);
     }
@@ -664,6 +695,7 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     let path = pair.source.query();
     let mut clauses = no_arrays(&path);
     clauses.extend(rule.source.filter.clone());
+    clauses.extend(fetched(rule));
     let element = doc! {"e": element.clone()};
     if may_be_missing(rule) {
         clauses.push(doc! {"$expr": {"$ne": [element.clone(), {}]}});
@@ -671,11 +703,8 @@ fn first_of_each(rule: &Rule, keys: &[&Key]) -> Option<Document> {
     let turn = if *slice < 0 { -1 } else { 1 };
     let order: Document =
         order(rule).into_iter().map(|(path, way)| (path, Bson::Int32(turn * way.as_i32().unwrap_or(1)))).collect();
-    let mut inner = Vec::new();
-    if !clauses.is_empty() {
-        inner.push(doc! {"$match": {"$and": clauses}});
-    }
-    inner.extend([doc! {"$sort": order}, doc! {"$limit": slice.saturating_abs()}]);
+    let mut inner =
+        vec![doc! {"$match": {"$and": clauses}}, doc! {"$sort": order}, doc! {"$limit": slice.saturating_abs()}];
     let mut row = doc! {"k": ["$k"], "v": {"e": elements_of(*slice)}};
     let element = if reads_in_reverse(rule) {
         row.insert("w", doc! {"$not": [{"$in": [true, "$e.a"]}]});
@@ -981,7 +1010,7 @@ fn fields_of_target(rule: &Rule) -> Document {
     // A part of the `_id` does not identify the document.
     let whole_id = |path: &String| if path.starts_with("_id.") { "_id".to_owned() } else { path.clone() };
     let mut projection: Document = outermost.map(|path| (whole_id(path), Bson::Int32(1))).collect();
-    projection.insert(GUARD, 1);
+    projection.extend([(GUARD, 1), (UNINDEXED, 1)].map(|(name, shown)| (name.to_owned(), Bson::Int32(shown))));
     projection
 }
 

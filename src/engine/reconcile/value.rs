@@ -1,6 +1,6 @@
 //! Computes the desired content of each key's targets from the rows of a read. Pure.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use bson::{Bson, RawArrayBuf, RawBson, RawBsonRef, RawDocument, RawDocumentBuf};
 use tokio::sync::OwnedSemaphorePermit;
@@ -118,8 +118,8 @@ enum Share {
     Alone {
         _turn: OwnedSemaphorePermit,
         wanted: HashSet<Key>,
-        /// Only the first of several sources counts.
-        first: bool,
+        /// The values that only the first of several sources has.
+        of_first: BTreeSet<String>,
     },
 }
 
@@ -133,11 +133,12 @@ impl Rows {
     /// Rows of one key, or of one target with these keys, of any size. A batch that holds the turn never waits for
     /// another.
     pub(super) fn alone(rule: &Rule, keys: &[&Key], turn: OwnedSemaphorePermit) -> Self {
-        let several = rule.keyed == Keyed::Target && rule.of_target.is_none();
-        let one = several && !rule.by_key && !rule.is_inside_and_beside();
-        let first = one && matches!(rule.values, Values::Set { .. });
+        let several = rule.keyed == Keyed::Target && rule.of_target.is_none() && !rule.by_key;
+        let assignments = if let Values::Set { assignments, .. } = &rule.values { assignments.as_slice() } else { &[] };
+        let beside = assignments.iter().enumerate().filter(|(_, assignment)| several && !assignment.path.has_each());
+        let of_first = beside.map(|(nth, _)| format!("v{nth}")).collect();
         let wanted = keys.iter().map(|key| (*key).clone()).collect();
-        let share = Share::Alone { _turn: turn, wanted, first };
+        let share = Share::Alone { _turn: turn, wanted, of_first };
         Self { by_key: HashMap::new(), bytes: 0, share, no_input: None, held: HashSet::new() }
     }
 
@@ -160,21 +161,29 @@ impl Rows {
     /// Takes the next row of the read.
     pub fn take(&mut self, row: &RawDocument) -> Result<()> {
         let key = key_of(row)?;
-        let mut values = row.get_document("v").map_err(|_| Error::internal("a row without values"))?;
+        let values = row.get_document("v").map_err(|_| Error::internal("a row without values"))?;
         if self.by_key.contains_key(&key) {
             return Ok(());
         }
-        let nothing = RawDocumentBuf::new();
-        match &self.share {
+        let values = match &self.share {
             // A source with an array that holds the key is found as well, but matches no key.
             Share::Alone { wanted, .. } if !wanted.contains(&key) => return Ok(()),
-            Share::Alone { first: true, .. } if !self.by_key.is_empty() => values = &nothing,
-            _ => {}
-        }
+            Share::Alone { of_first, .. } if !self.by_key.is_empty() => {
+                let mut others = RawDocumentBuf::new();
+                for field in values {
+                    let (name, value) = field?;
+                    if !of_first.contains(name.as_str()) {
+                        others.append(name, value);
+                    }
+                }
+                others
+            }
+            _ => values.to_owned(),
+        };
         self.bytes += ROW + values.as_bytes().len();
         self.within_share()?;
         let rank = self.by_key.len();
-        self.by_key.insert(key, (rank, values.to_owned()));
+        self.by_key.insert(key, (rank, values));
         Ok(())
     }
 
@@ -272,11 +281,7 @@ impl Rows {
         match &rule.values {
             Values::Into { .. } if !has_array => Ok(Desired::Fields(vec![None])),
             Values::Into { .. } => Self::array(rule, references, |nth, _| self.row(&target_key(id, nth))),
-            _ => {
-                // An array without a key is an empty set of keys, which has a value.
-                let refers = references.iter().any(Option::is_some) || (rule.gathers() && has_array);
-                self.desired_of_pair(rule, id, 0, refers)
-            }
+            _ => self.desired_of_pair(rule, id, 0, refers(rule, references, has_array)),
         }
     }
 
@@ -301,6 +306,13 @@ impl Rows {
             }
         }
     }
+}
+
+/// True if a target with these references, whose sources count together, refers to something. An array without a key is an empty set
+/// of keys, which has values.
+#[must_use]
+pub(super) fn refers(rule: &Rule, references: &[Option<Key>], has_array: bool) -> bool {
+    references.iter().any(Option::is_some) || (rule.gathers() && has_array)
 }
 
 /// The values of a target or an element without sources, or the server's reason to refuse them.
