@@ -160,6 +160,10 @@ pub async fn nested(server: &Server, plan: &Plan) -> Result<BTreeSet<Namespace>>
     for database in plan.databases() {
         let namespaces: Vec<Namespace> = plan.namespaces().into_iter().filter(|ns| ns.database == database).collect();
         for (namespace, names) in relevance::scalars(plan, &namespaces, &BTreeSet::new()) {
+            // Only an `_id` refers.
+            if names.is_empty() {
+                continue;
+            }
             let is_document = names.iter().map(|name| doc! {name: {"$type": "object"}});
             let command = doc! {
                 "find": &namespace.collection, "filter": {"$or": is_document.collect::<Vec<_>>()}, "limit": 1,

@@ -105,6 +105,15 @@ async fn updates_that_may_move_a_reference_are_sent_and_our_own_are_not() {
     all_but(3, PRICES, &before, &changes).await;
 }
 
+/// A created document refers by its `_id` alone. The search for references that are documents failed without a path, and every write of
+/// denormd's own was sent.
+#[tokio::test]
+async fn our_own_writes_to_created_documents_are_not_sent() {
+    const TOTALS: &str = "{ name: totals, aggregate: { source: sales, target: { collection: products, create: true }, match: { _id: item }, set: { n: { $sum: 1 } } } }";
+    let changes = [doc! {"$set": {"n": 2}}, doc! {"$set": {"note": "mine"}}, doc! {"$unset": {"note": 1}}];
+    all_but(1, TOTALS, &doc! {"n": 1, "note": "ours"}, &changes).await;
+}
+
 /// They once counted as our own, and the copy stayed wrong.
 #[tokio::test]
 async fn updates_that_change_a_reference_from_inside_are_sent_whatever_else_they_write() {
