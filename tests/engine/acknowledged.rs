@@ -201,8 +201,15 @@ async fn an_older_backfill_does_not_end_a_newer_wish() {
     for state in [RuleState::Backfilling { after: Some(9.into()), in_sources: false, agreed: false }, RuleState::Live] {
         assert!(!store.save_backfill(server, rule, older, (&state, None), (2, None)).await.unwrap(), "{state:?}");
     }
-    let states = store.rules(server).await.unwrap();
-    assert_eq!(states[0].1.state, RuleState::BACKFILL);
+    let stored = async || store.rules(server).await.unwrap().remove(0).1;
+    assert_eq!(stored().await.state, RuleState::BACKFILL);
+    // Nor does its own progress, written late, begin it again.
+    let generation = stored().await.generation;
+    assert!(store.save_backfill(server, rule, generation, (&RuleState::Live, None), (2, None)).await.unwrap());
+    let progress = RuleState::Backfilling { after: Some(9.into()), in_sources: false, agreed: false };
+    assert!(!store.save_backfill(server, rule, generation, (&progress, None), (1, None)).await.unwrap());
+    assert!(store.save_backfill(server, rule, generation, (&RuleState::Live, None), (2, None)).await.unwrap());
+    assert_eq!(stored().await.state, RuleState::Live);
 }
 
 /// An agreement to the removals of a backfill was once lost when the backfill was requested again before its end: it

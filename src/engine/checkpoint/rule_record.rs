@@ -16,8 +16,8 @@ use super::kept::Keeping;
 pub use stored::RULES;
 pub(crate) use stored::{Id, document, read};
 pub(super) use stored::{
-    backfill_or_awaiting, changed, end_of_pause, has_ended, is_in_config, is_paused, is_unavailable, progress_field,
-    same_generation, state_fields,
+    backfill_or_awaiting, changed, end_of_pause, has_ended, is_backfilling, is_in_config, is_paused, is_unavailable,
+    progress_field, same_generation, state_fields,
 };
 
 /// The record of a rule from earlier runs.

@@ -31,8 +31,8 @@ use super::{
     fan_out,
     kept::Keeping,
     rule_record::{
-        self, Agreement, RULES, Retired, RuleRecord, backfill_or_awaiting, changed, end_of_pause, has_ended, is_paused,
-        is_unavailable, progress_field, same_generation, state_fields,
+        self, Agreement, RULES, Retired, RuleRecord, backfill_or_awaiting, changed, end_of_pause, has_ended,
+        is_backfilling, is_paused, is_unavailable, progress_field, same_generation, state_fields,
     },
     term::{mine, not_superseded, refused_upsert, superseded},
     unreadable,
@@ -556,7 +556,15 @@ impl Store {
     pub async fn remove(&self, server: &Server, rule: &str) -> Result<()> {
         // If it returns, its backfill is an ordinary one.
         let removed = changed(state_fields(&RuleState::Removed)?, doc! {"degraded": "$$REMOVE"});
-        self.update_own(server, rule, Document::new(), removed).await?;
+        let rules = server.collection(&self.database, RULES);
+        while let Some(seen) = bounded(rules.find_one(doc! {"_id": self.id("rule", rule)})).await? {
+            // A delayed write finds another generation: by then, the rule may be in the config again.
+            let (_, seen) = rule_record::read(&seen)?;
+            let unchanged = doc! {"generation": same_generation(seen.generation)};
+            if self.update_own(server, rule, unchanged, removed.clone()).await? {
+                break;
+            }
+        }
         Ok(())
     }
 
@@ -632,7 +640,11 @@ impl Store {
         (state, passed): (&RuleState, Option<&Bson>),
         progress: (u64, Option<u64>),
     ) -> Result<bool> {
-        let same = doc! {"generation": same_generation(generation)};
+        let mut same = doc! {"generation": same_generation(generation)};
+        if *state != RuleState::Live {
+            // A delayed write may move the progress back, but does not reopen a backfill that has ended.
+            same.extend(is_backfilling());
+        }
         // Until the backfill ends, the targets that it has not reached hold the values that `denormd undo` put back.
         let ended = if *state == RuleState::Live {
             doc! {"$unset": {"degraded": ""}, "$pull": written_again(rule)}
@@ -655,7 +667,6 @@ impl Store {
             }
             // The record keeps nothing any more: the answer to `end_keeping` was lost.
         }
-        // A delayed write moves the progress back.
         self.update_own(server, &rule.name, same, update(state)).await
     }
 }

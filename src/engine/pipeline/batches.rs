@@ -40,9 +40,10 @@ pub(super) struct Batches {
     pub parked: Vec<Outcome>,
 }
 
-/// The reason to stop its rule that a batch has found.
-fn stop_of(outcome: &Outcome) -> Option<Change> {
-    let ends = || outcome.keys.iter().map(|ended| &ended.end);
+/// The reason to stop its rule that a batch has found. `generation` is that of the rule's state.
+fn stop_of(outcome: &Outcome, generation: i64) -> Option<Change> {
+    // A batch that began before the rule's last change knows nothing of an agreement that came with it.
+    let ends = || outcome.keys.iter().map(|ended| &ended.end).filter(|_| outcome.generation == generation);
     if ends().any(|end| matches!(end, End::RemovalLimit)) {
         return Some(Change::Block(BlockReason::RemovalLimit));
     }
@@ -102,7 +103,8 @@ impl Pipeline {
                 let start = if restarted { now.checked_sub(LONG) } else { None };
                 self.batches.whole.insert((batch.lane, batch.number), start.unwrap_or(now));
             }
-            self.batches.running.spawn(reconcile::run(self.context.clone(), batch, detached));
+            let generation = self.rules.generation(batch.lane.0);
+            self.batches.running.spawn(reconcile::run(self.context.clone(), batch, generation, detached));
         }
     }
 
@@ -129,7 +131,7 @@ impl Pipeline {
     /// Ends a batch. If it has found that its rule must stop, this waits until that is recorded.
     pub(super) fn finish(&mut self, outcome: Outcome) {
         self.batches.whole.remove(&(outcome.lane, outcome.number));
-        if let Some(stop) = stop_of(&outcome)
+        if let Some(stop) = stop_of(&outcome, self.rules.generation(outcome.lane.0))
             && self.change(outcome.lane.0, stop, None)
         {
             self.batches.parked.push(outcome);
@@ -144,10 +146,15 @@ impl Pipeline {
         for ended in outcome.keys {
             let mut work = ended.work;
             let next = match ended.end {
-                // The last two have blocked the rule.
-                End::Done | End::DeadLetter | End::RemovalLimit | End::SourceGone => Next::Done { pause },
+                End::Done | End::DeadLetter => Next::Done { pause },
                 // The next backfill of a stopped rule does the remaining work.
-                End::Later(_) | End::Failed(_) if self.rules.state(outcome.lane.0).is_stopped() => Next::Done { pause },
+                End::RemovalLimit | End::SourceGone | End::Later(_) | End::Failed(_)
+                    if self.rules.state(outcome.lane.0).is_stopped() =>
+                {
+                    Next::Done { pause }
+                }
+                // The rule has gone on since the batch began.
+                End::RemovalLimit | End::SourceGone => Next::Again { delay: Duration::ZERO },
                 End::FanOut(fan_out) => {
                     self.jobs.fan_out(&self.context, fan_out);
                     Next::Done { pause }
@@ -189,6 +196,33 @@ impl Pipeline {
         if !written.is_empty() {
             // While the other side is busy, the dead letters wait for their own retry.
             self.jobs.written.try_send((rule, written)).ok();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use denormd_model::key::Key;
+    use denormd_rules::plan::RuleId;
+
+    /// A batch that had found the removal limit reached ended after an operator had agreed, and withdrew the agreement.
+    #[test]
+    fn what_a_batch_found_before_an_agreement_does_not_stop_the_rule() {
+        let outcome = |end| Outcome {
+            lane: (RuleId(0), Task::Value),
+            keys: vec![Ended { key: Key::one(1.into()), work: Work::default(), end }],
+            follow_ups: Vec::new(),
+            number: 1,
+            generation: 5,
+            took: Duration::ZERO,
+        };
+        for (end, reason) in
+            [(|| End::RemovalLimit, BlockReason::RemovalLimit), (|| End::SourceGone, BlockReason::SourceGone)]
+                as [(fn() -> End, BlockReason); 2]
+        {
+            assert_eq!(stop_of(&outcome(end()), 5), Some(Change::Block(reason)));
+            assert_eq!(stop_of(&outcome(end()), 6), None);
         }
     }
 }

@@ -49,13 +49,15 @@ pub struct Outcome {
     pub follow_ups: Vec<Request>,
     /// The batch's number.
     pub number: u64,
+    /// The generation of the rule's state when the batch began.
+    pub generation: i64,
     /// Duration of the run.
     pub took: Duration,
 }
 
-/// Runs one batch to its end. Never fails as a whole: each key has its own result. With `detached`, the source is gone
-/// for now: targets keep the values of keys that no source matches.
-pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome {
+/// Runs one batch to its end, begun under this generation of its rule's state. Never fails as a whole: each key has its own result. With
+/// `detached`, the source is gone for now: targets keep the values of keys that no source matches.
+pub async fn run(context: Arc<Context>, batch: Batch, generation: i64, detached: bool) -> Outcome {
     let started = Instant::now();
     let (rule, task) = batch.lane;
     let rule = context.plan.rule(rule).clone();
@@ -69,7 +71,7 @@ pub async fn run(context: Arc<Context>, batch: Batch, detached: bool) -> Outcome
     let late = batch_age(&items, context.metrics.now());
     let span = tracing::info_span!(target: STAGES, "batch", rule = %rule.name, ?task, keys = items.len(), oldest_change_ms = late);
     let keys = run.items(items, &mut follow_ups).instrument(span).await;
-    Outcome { lane: batch.lane, keys, follow_ups, number: batch.number, took: started.elapsed() }
+    Outcome { lane: batch.lane, keys, follow_ups, number: batch.number, generation, took: started.elapsed() }
 }
 
 /// Age of the oldest change that these items come from, in milliseconds.

@@ -235,6 +235,11 @@ pub(crate) fn has_ended() -> Document {
     doc! {"$expr": {"$and": [is_date, {"$lte": ["$until", "$$NOW"]}]}}
 }
 
+/// A filter for rules whose backfill is not over.
+pub(crate) fn is_backfilling() -> Document {
+    doc! {"backfill": "pending"}
+}
+
 /// A filter for unavailable rules.
 pub(crate) fn is_unavailable() -> Document {
     doc! {"backfill": "held", "suspended": true}
