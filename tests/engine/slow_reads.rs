@@ -211,8 +211,9 @@ async fn a_backfill_goes_on_where_a_page_takes_too_long_to_write() {
 async fn a_fan_out_that_one_read_cannot_sort_goes_through_the_collection_in_parts() {
     let test = denormd_fixture::database().await;
     let db = hosts_and_log(&test, |_| 0).await;
-    // A second and a half for all targets, on an idle and fast core.
-    let daemon = start(&test, 1500).await;
+    // All targets take twelve times the limit: more than two statements write at once before a fan-out job takes over.
+    let range = range_for(&db.collection("log"), LIMIT * 12 / LOG.unsigned_abs()).await;
+    let daemon = start(&test, range).await;
     daemon.settled().await;
     db.collection::<Document>("hosts").update_one(doc! {}, doc! {"$set": {"ip": 2}}).await.unwrap();
     let fan_outs = test.beside("state").collection::<Document>("fan_outs");
