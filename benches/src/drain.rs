@@ -1,11 +1,12 @@
 //! A backlog of changes, drained by the daemon; and the same target writes by a client that knows them.
 
+use bson::{Bson, Document};
 use denormd_show::{
     figures::{median, spread},
     host,
     print::{bold, dim, heading},
 };
-use mongodb::Database;
+use mongodb::{Database, IndexModel};
 
 use crate::{
     bench::{Bench, Cost, Running, STATEMENTS, WRITERS, breath, insert, update, update_by},
@@ -63,6 +64,11 @@ pub async fn measure(bench: &Bench, workload: &Workload) -> Drained {
 pub async fn load(database: &Database, workload: &Workload) {
     for (collection, documents) in (workload.load)() {
         insert(database, collection, documents).await;
+    }
+    if let Some((collection, paths)) = workload.index {
+        let keys: Document = paths.into_iter().map(|path| (path.to_owned(), Bson::Int32(1))).collect();
+        let index = IndexModel::builder().keys(keys).build();
+        database.collection::<Document>(collection).create_index(index).await.expect("an index");
     }
 }
 

@@ -16,6 +16,8 @@ pub struct Workload {
     pub changes: usize,
     /// The documents before the first round.
     pub load: fn() -> Vec<(&'static str, Vec<Document>)>,
+    /// The index that docs/performance.md advises for the rule: its collection and paths.
+    pub index: Option<(&'static str, [&'static str; 2])>,
     /// One round's source writes.
     pub change: fn(i32) -> Vec<Change>,
     /// The target writes that make that round true, the strictest floor first.
@@ -102,6 +104,7 @@ fn rename() -> Workload {
             let product = |id| doc! {"_id": id, "part": id % SOURCES, "stock": id % 7};
             vec![("parts", parts()), ("products", (0..SOURCES * FAN_OUT).map(product).collect())]
         },
+        index: None,
         change: |version| vec![Change::Update("parts", renames(version))],
         floors: |version| {
             let known =
@@ -127,6 +130,7 @@ fn arrays() -> Workload {
             };
             vec![("parts", parts()), ("products", (0..SOURCES * FAN_OUT / ELEMENTS).map(product).collect())]
         },
+        index: None,
         change: |version| vec![Change::Update("parts", renames(version))],
         floors: |version| {
             let known = |id| {
@@ -151,6 +155,7 @@ fn insert() -> Workload {
             let host = |id| doc! {"_id": id, "name": format!("host{id}"), "ipaddr": format!("10.0.0.{id}")};
             vec![("hosts", (0..HOSTS).map(host).collect())]
         },
+        index: None,
         change: |version| {
             let message =
                 |nth: i32| doc! {"_id": version * MESSAGES + nth, "host": nth % HOSTS, "message": "something happened"};
@@ -188,6 +193,7 @@ fn million() -> Workload {
             let message = |id| doc! {"_id": id, "host": 1, "message": "something happened"};
             vec![("hosts", vec![doc! {"_id": 1, "ipaddr": "0"}]), ("logmsg", (0..MILLION).map(message).collect())]
         },
+        index: None,
         change: |version| {
             vec![Change::Update("hosts", vec![doc! {"q": {"_id": 1}, "u": {"$set": {"ipaddr": version.to_string()}}}])]
         },
@@ -224,6 +230,7 @@ fn latest() -> Workload {
                 ("reviews", (0..REVIEWS).map(|nth| review(0, nth)).collect()),
             ]
         },
+        index: None,
         change: |version| vec![Change::Insert("reviews", (0..REVIEWS).map(|nth| review(version, nth)).collect())],
         floors: |version| {
             let known = |product| {
@@ -271,6 +278,7 @@ fn log() -> Workload {
                 ("logmsg", (-5..=1).flat_map(messages).collect()),
             ]
         },
+        index: None,
         change: |version| vec![Change::Insert("logmsg", (0..LOGGED).map(|nth| logged(version, nth)).collect())],
         floors: |version| {
             let known = |host: i32| {
@@ -305,6 +313,7 @@ fn hot() -> Workload {
         rules: "  - name: stats\n    aggregate: { source: children, target: parents, match: { _id: parent }, set: { count: { $sum: 1 }, total: { $sum: $n } } }\n",
         changes: size(CHILDREN),
         load: || vec![("parents", vec![doc! {"_id": 1}]), ("children", vec![doc! {"_id": -1, "parent": 1, "n": 0}])],
+        index: Some(("children", ["parent", "n"])),
         change: |version| {
             let child = |nth: i32| doc! {"_id": version * CHILDREN + nth, "parent": 1, "n": 1};
             vec![Change::Insert("children", (0..CHILDREN).map(child).collect())]
@@ -330,6 +339,7 @@ fn counts() -> Workload {
                 ("reviews", (0..REVIEWS).map(review).collect()),
             ]
         },
+        index: Some(("reviews", ["product", "rating"])),
         change: |version| {
             let rate = |nth: i32| doc! {"q": {"_id": nth}, "u": {"$set": {"rating": version}}};
             vec![Change::Update("reviews", (0..REVIEWS).map(rate).collect())]
@@ -371,6 +381,7 @@ fn tree() -> Workload {
             };
             vec![("categories", (0..2).map(root).chain((0..NODES).map(node)).collect())]
         },
+        index: None,
         change: |version| {
             let moved = doc! {"q": {"_id": 0}, "u": {"$set": {"parent": -(version % 2) - 1}}};
             vec![Change::Update("categories", vec![moved])]
@@ -405,6 +416,7 @@ fn buckets() -> Workload {
             };
             vec![("sales", (0..REVIEWS).map(sale).collect())]
         },
+        index: None,
         change: |version| {
             let price = |nth: i32| doc! {"q": {"_id": nth}, "u": {"$set": {"amount": version}}};
             vec![Change::Update("sales", (0..REVIEWS).map(price).collect())]

@@ -35,6 +35,7 @@ pub(super) fn unread() -> Workload {
                 ("messages", (-4..=1).flat_map(messages).collect()),
             ]
         },
+        index: None,
         change: |version| {
             let looking = (0..ROOMS * MEMBERS).filter(|id| seen(version, id / ROOMS) == version - 1);
             let look = |id: i32| doc! {"q": {"_id": id}, "u": {"$set": {"ls": version - 1}}};
