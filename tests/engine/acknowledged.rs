@@ -18,7 +18,7 @@ use mongodb::options::WriteConcern;
 use crate::{
     engine::fan_outs::fail,
     support::{
-        daemon::{Daemon, PATIENCE, all},
+        daemon::{Daemon, PATIENCE, all, until},
         world::World,
     },
 };
@@ -203,13 +203,47 @@ async fn an_older_backfill_does_not_end_a_newer_wish() {
     }
     let stored = async || store.rules(server).await.unwrap().remove(0).1;
     assert_eq!(stored().await.state, RuleState::BACKFILL);
-    // Nor does its own progress, written late, begin it again.
+    // Its own progress, written late, does not reopen it either.
     let generation = stored().await.generation;
     assert!(store.save_backfill(server, rule, generation, (&RuleState::Live, None), (2, None)).await.unwrap());
     let progress = RuleState::Backfilling { after: Some(9.into()), in_sources: false, agreed: false };
     assert!(!store.save_backfill(server, rule, generation, (&progress, None), (1, None)).await.unwrap());
     assert!(store.save_backfill(server, rule, generation, (&RuleState::Live, None), (2, None)).await.unwrap());
     assert_eq!(stored().await.state, RuleState::Live);
+}
+
+/// The end of a backfill is recorded, and the answer lost. A pass that is repeated for it finds a new target, and no open backfill in the
+/// record.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_backfill_ends_though_the_answer_to_its_last_write_is_lost() {
+    let set = ReplicaSet::start(1).await;
+    let test = set.database().await;
+    let (db, state) = (test.database(), test.beside("state"));
+    db.collection("hosts").insert_one(doc! {"_id": 1, "ip": "new"}).await.unwrap();
+    let logs = db.collection::<Document>("logs");
+    logs.insert_one(doc! {"_id": 1, "host": 1}).await.unwrap();
+    let rule = "  - { name: r, copy: { source: hosts, target: logs, match: { host: _id }, set: { ip: $ip } } }\n";
+    let daemon = Daemon::start(&test, rule).await;
+    daemon.settled().await;
+    let unanswered = doc! {
+        "failCommands": ["update"], "namespace": format!("{}.rules", state.name()), "appName": "denormd",
+        "writeConcernError": {"code": 50, "errmsg": "no answer"},
+    };
+    fail(&test, "alwaysOn", unanswered).await;
+    // Another client than the daemon's: this write is answered.
+    let server = Server::new(test.client.clone());
+    let store = Store::open(&server, state.name(), "default").await.unwrap();
+    let generation = async || store.rules(&server).await.unwrap().remove(0).1.generation;
+    let before = generation().await;
+    assert!(store.ask(&server, "r").await.unwrap());
+    let ended = doc! {"backfill": "done", "generation": before + 1};
+    let records = state.collection::<Document>("rules");
+    until("the record says that it has ended", async || records.find_one(ended.clone()).await.unwrap()).await;
+    fail(&test, "off", Document::new()).await;
+    logs.insert_one(doc! {"_id": 2, "host": 1}).await.unwrap();
+    daemon.settled().await;
+    assert_eq!(generation().await, before + 1, "it was not asked for again");
+    daemon.stop().await;
 }
 
 /// An agreement to the removals of a backfill was once lost when the backfill was requested again before its end: it

@@ -18,7 +18,7 @@ use tokio::{sync::mpsc, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    checkpoint::store::Store,
+    checkpoint::{rule_record::RuleRecord, store::Store},
     dead_letter::Chosen,
     jobs::{Report, mailbox::Mailbox},
     reconcile::{Context, scan},
@@ -216,7 +216,7 @@ impl RuleBackfill<'_> {
         let mut done = 0_u64;
         let mut pace = Pace::new(self.context, &self.rule.name);
         if let Some(tree) = self.rule.tree.filter(|_| after.is_none()) {
-            match Box::pin(self.levels(tree, time, &mut pace)).await {
+            match Box::pin(self.levels(tree, request, time, &mut pace)).await {
                 Ok(true) => {}
                 Ok(false) => return Ok(false),
                 // `where` cannot be evaluated on an ancestor. The pages below take more passes, and reach every document.
@@ -236,7 +236,7 @@ impl RuleBackfill<'_> {
             let keep = if last.is_some() { IN_FLIGHT } else { 0 };
             while pending.len() > keep {
                 if keep > 0 && pending.len() < MOST_IN_FLIGHT && self.has_few_left(&mut pending[0]).await {
-                    if !self.is_to_go_on().await? {
+                    if !self.is_to_go_on(request).await? {
                         return Ok(false);
                     }
                     let written = pending.iter_mut().filter_map(|page| page.sent.is_done().then_some(page.documents));
@@ -245,7 +245,7 @@ impl RuleBackfill<'_> {
                     break;
                 }
                 done += pending.front().map_or(0, |page: &Pending| page.documents);
-                if !self.settle(request, &mut pending, (done, expected)).await? && !self.is_to_go_on().await? {
+                if !self.settle(request, &mut pending, (done, expected)).await? && !self.is_to_go_on(request).await? {
                     return Ok(false);
                 }
                 published.backfill(&self.rule.name, |progress| progress.scanned = done);
@@ -311,10 +311,13 @@ impl RuleBackfill<'_> {
         self.context.dead_letters.count(&self.context.server, &chosen).await
     }
 
-    /// True if the state says that the rule needs a backfill.
-    async fn is_to_go_on(&self) -> Result<bool> {
+    /// True if the state says that the rule needs a backfill, or that this one has ended: the answer to that write may have been lost.
+    async fn is_to_go_on(&self, request: &BackfillRequest) -> Result<bool> {
         let known = self.store.standing(&self.context.server).await?;
-        Ok(known.iter().any(|(name, record)| *name == self.rule.name && record.state.is_backfilling()))
+        let has_ended =
+            |record: &RuleRecord| record.state == RuleState::Live && record.generation == request.generation;
+        let goes_on = |record: &RuleRecord| record.state.is_backfilling() || has_ended(record);
+        Ok(known.iter().any(|(name, record)| *name == self.rule.name && goes_on(record)))
     }
 
     /// True if the state has a newer generation, such as a backfill request or the unavailability of the rule.

@@ -21,11 +21,17 @@ use denormd_rules::plan::{
     tree::{Place, Tree},
 };
 
-use super::{IN_FLIGHT, PAGE, Pending, RuleBackfill, acknowledged, pace::Pace, requests_of};
+use super::{BackfillRequest, IN_FLIGHT, PAGE, Pending, RuleBackfill, acknowledged, pace::Pace, requests_of};
 
 impl RuleBackfill<'_> {
     /// Requests the documents of a tree, level by level. Returns false if the rule no longer needs a backfill.
-    pub(super) async fn levels(&self, tree: Tree, time: ClusterTime, pace: &mut Pace<'_>) -> Result<bool> {
+    pub(super) async fn levels(
+        &self,
+        tree: Tree,
+        request: &BackfillRequest,
+        time: ClusterTime,
+        pace: &mut Pace<'_>,
+    ) -> Result<bool> {
         let mut level = match tree.parent {
             Role::Target => 0,
             Role::Source => self.level(tree, None, time, pace).await?,
@@ -33,7 +39,7 @@ impl RuleBackfill<'_> {
         loop {
             let deepest = self.level(tree, Some(level), time, pace).await?;
             tracing::debug!(rule = %self.rule.name, level, deepest, "a level of the tree is done");
-            if !self.is_to_go_on().await? {
+            if !self.is_to_go_on(request).await? {
                 return Ok(false);
             }
             level = match tree.parent {
