@@ -40,10 +40,10 @@ pub(super) struct Batches {
     pub parked: Vec<Outcome>,
 }
 
-/// The reason to stop its rule that a batch has found. `generation` is that of the rule's state.
-fn stop_of(outcome: &Outcome, generation: i64) -> Option<Change> {
-    // A batch that began before the rule's last change knows nothing of an agreement that came with it.
-    let ends = || outcome.keys.iter().map(|ended| &ended.end).filter(|_| outcome.generation == generation);
+/// The reason to stop its rule that a batch has found. `resumed` is the generation under which the rule was resumed last.
+fn stop_of(outcome: &Outcome, resumed: i64) -> Option<Change> {
+    // A batch that began before that cannot know of an agreement that came with it.
+    let ends = || outcome.keys.iter().map(|ended| &ended.end).filter(|_| outcome.generation >= resumed);
     if ends().any(|end| matches!(end, End::RemovalLimit)) {
         return Some(Change::Block(BlockReason::RemovalLimit));
     }
@@ -131,7 +131,7 @@ impl Pipeline {
     /// Ends a batch. If it has found that its rule must stop, this waits until that is recorded.
     pub(super) fn finish(&mut self, outcome: Outcome) {
         self.batches.whole.remove(&(outcome.lane, outcome.number));
-        if let Some(stop) = stop_of(&outcome, self.rules.generation(outcome.lane.0))
+        if let Some(stop) = stop_of(&outcome, self.rules.resumed(outcome.lane.0))
             && self.change(outcome.lane.0, stop, None)
         {
             self.batches.parked.push(outcome);
@@ -153,7 +153,7 @@ impl Pipeline {
                 {
                     Next::Done { pause }
                 }
-                // The rule has gone on since the batch began.
+                // The rule was resumed after the batch began.
                 End::RemovalLimit | End::SourceGone => Next::Again { delay: Duration::ZERO },
                 End::FanOut(fan_out) => {
                     self.jobs.fan_out(&self.context, fan_out);

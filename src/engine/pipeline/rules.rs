@@ -29,6 +29,8 @@ use denormd_rules::plan::{Plan, Rule, RuleId, Side};
 pub(super) struct Rules {
     states: Arc<Vec<RuleState>>,
     generations: Vec<i64>,
+    /// The generation under which each rule was last resumed, and what it removes may have been agreed to.
+    resumed: Vec<i64>,
     /// Time up to which an operator has accepted the loss of a rule's source: an earlier drop that is read later does
     /// not block the rule again.
     pub released: BTreeMap<RuleId, ClusterTime>,
@@ -46,6 +48,7 @@ impl Rules {
         Self {
             states: Arc::new(vec![RuleState::Live; plan.rules.len()]),
             generations: vec![0; plan.rules.len()],
+            resumed: vec![0; plan.rules.len()],
             released: BTreeMap::new(),
             sources: BTreeMap::new(),
             degraded: BTreeSet::new(),
@@ -63,6 +66,11 @@ impl Rules {
         self.generations[rule.0]
     }
 
+    /// The generation under which a rule that was stopped was resumed last. 0 if it was not.
+    pub fn resumed(&self, rule: RuleId) -> i64 {
+        self.resumed[rule.0]
+    }
+
     /// Sets the state of a rule.
     pub fn set(&mut self, rule: RuleId, state: RuleState, generation: i64) {
         Arc::make_mut(&mut self.states)[rule.0] = state;
@@ -74,6 +82,9 @@ impl Rules {
     pub fn take(&mut self, rule: RuleId, state: RuleState, generation: i64) -> bool {
         let is_newer = generation > self.generation(rule);
         if is_newer {
+            if self.state(rule).is_stopped() && !state.is_stopped() {
+                self.resumed[rule.0] = generation;
+            }
             self.set(rule, state, generation);
         }
         is_newer
@@ -357,7 +368,9 @@ mod tests {
         assert!(!rules.take(RULE, BLOCKED, 5));
         assert_eq!((rules.state(RULE), rules.generation(RULE)), (&RuleState::BACKFILL, 6));
         assert!(rules.take(RULE, BLOCKED, 7));
-        assert_eq!(rules.state(RULE), &BLOCKED);
+        assert_eq!((rules.state(RULE), rules.resumed(RULE)), (&BLOCKED, 0));
+        assert!(rules.take(RULE, RuleState::BACKFILL, 8) && rules.take(RULE, RuleState::BACKFILL, 9));
+        assert_eq!(rules.resumed(RULE), 8);
     }
 
     /// The rule would be backfilling forever: no second backfill of one generation is started.
