@@ -70,9 +70,10 @@ fn slots<'a>(rule: &Rule, target: Referrer<'a>) -> Vec<Slot<'a>> {
     } else {
         vec![slot(0, references)]
     };
-    // The values for no source may be impossible to compute, so they are left out where they do not count.
+    // Without sources, an expression may fail, so it is computed only where its value is used.
+    let has_values = read::values_without_source(rule).is_some();
     let counts = |slot: &Slot| match &rule.values {
-        _ if read::values_without_source(rule).is_none() => false,
+        _ if !has_values => false,
         Values::Set { .. } => true,
         _ if rule.by_reference() => references.get(slot.nth).is_some_and(Option::is_some),
         _ => refers(rule, references, rule.reference.has_array(target.target)),

@@ -87,12 +87,12 @@ enum Order {
     Any,
 }
 
-/// A field that no document has, so no index holds it. From an index that holds all fields that it needs, the server reads null where a
-/// document lacks the field (6.0.5, 7.0.28). A read that needs this field fetches the documents.
+/// A field that no document has and no index holds. If an index holds all fields that a read needs, the server does not fetch the
+/// documents, and reads null where a field is missing (6.0.5, 7.0.28). A read that also needs this field fetches them.
 pub const UNINDEXED: &str = "__denormd_unindexed";
 
-/// A condition that all sources meet, with which the server fetches them. None if null and a missing field give the same values: there,
-/// an index alone may answer, in half the time.
+/// A condition that every source meets; it makes the server fetch the documents. None if null and a missing field give the same values: an
+/// index alone may then answer, in half the time.
 fn fetched(rule: &Rule) -> Option<Document> {
     let is_same = |accumulator: &Bson| {
         let skips_both = matches!(operator(accumulator), "$sum" | "$avg" | "$min" | "$max");
@@ -289,16 +289,16 @@ fn without_arrays(values: &Values, row_key: &[Bson]) -> Option<Document> {
     Some(doc! {"$match": {"$and": clauses.clone()}}).filter(|_| !clauses.is_empty())
 }
 
-/// The condition that leaves out the sources of other intervals than those of `keys`, where nothing may be computed of them: the range
-/// of dates by which sources are found may be wider.
+/// The condition that leaves out sources in other intervals than those of `keys`. Nothing may be computed from them, and the range of dates
+/// that finds sources may be wider.
 fn in_intervals(rule: &Rule, keys: &[&Key]) -> Option<Document> {
-    let computes = may_fail(&rule.values) || rule.row_filter.is_some();
+    let computes = may_fail(&rule.values) || rule.row_filter.is_some() || rule.sort.len() > 1;
     let keys: Vec<&[Bson]> = keys.iter().map(|key| key.values()).collect();
     let is_wanted = doc! {"$in": [row_keys(rule), {"$literal": keys}]};
     (rule.reference.has_buckets() && computes).then(|| doc! {"$expr": is_wanted})
 }
 
-/// True if the server may refuse to compute the values of a source, because they contain an operator that fails. A query also
+/// True if the server may refuse to compute the values of a source, because they contain an operator that may fail. A query also
 /// finds sources that hold a key inside an array. Such a source matches no key, and must not make the others fail.
 fn may_fail(values: &Values) -> bool {
     fn has_operator(expression: &Bson) -> bool {
@@ -310,7 +310,7 @@ fn may_fail(values: &Values) -> bool {
             _ => false,
         }
     }
-    /// `$mergeObjects` fails for what is no document, and an order by two paths for two arrays.
+    /// `$mergeObjects` fails on a value that is not a document, and a sort by two paths on two arrays.
     fn any_fails(assignments: &[Assignment]) -> bool {
         let fails = |accumulator: &Bson| {
             matches!(operator(accumulator), "$mergeObjects" | "$top" | "$topN" | "$bottom" | "$bottomN")
@@ -472,7 +472,7 @@ fn unwind(rule: &Rule, each: &FieldPath, mut wanted: Vec<Document>) -> Vec<Docum
             wanted.push(names_target(rule, at.trim_end_matches("$id")));
         }
         if rule.row_filter.is_some() {
-            // An element that holds its key in an array refers to nothing, and nothing must be computed of it.
+            // An element whose key is in an array refers to nothing, and nothing may be computed from it.
             wanted.extend(no_arrays(at));
         }
         row_key.push(field);

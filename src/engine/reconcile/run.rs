@@ -55,8 +55,8 @@ pub struct Outcome {
     pub took: Duration,
 }
 
-/// Runs one batch to its end, begun under this generation of its rule's state. Never fails as a whole: each key has its own result. With
-/// `detached`, the source is gone for now: targets keep the values of keys that no source matches.
+/// Runs one batch to its end. `generation` is that of the rule's state when the batch begins. Never fails as a whole: each key has its own
+/// result. With `detached`, the source is gone for now: targets keep the values of keys that no source matches.
 pub async fn run(context: Arc<Context>, batch: Batch, generation: i64, detached: bool) -> Outcome {
     let started = Instant::now();
     let (rule, task) = batch.lane;

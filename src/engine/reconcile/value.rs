@@ -118,7 +118,7 @@ enum Share {
     Alone {
         _turn: OwnedSemaphorePermit,
         wanted: HashSet<Key>,
-        /// The values that only the first of several sources has.
+        /// The names of the values that count only for the first of several sources.
         of_first: BTreeSet<String>,
     },
 }

@@ -235,7 +235,7 @@ pub(crate) fn has_ended() -> Document {
     doc! {"$expr": {"$and": [is_date, {"$lte": ["$until", "$$NOW"]}]}}
 }
 
-/// A filter for rules whose backfill is not over.
+/// A filter for rules whose backfill has not ended.
 pub(crate) fn is_backfilling() -> Document {
     doc! {"backfill": "pending"}
 }
