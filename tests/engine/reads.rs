@@ -50,6 +50,18 @@ fn examined(plan: &Bson) -> i64 {
     }
 }
 
+/// The plans that the server has chosen, in the text of an `explain`.
+fn chosen(plan: &Bson) -> String {
+    match plan {
+        Bson::Document(doc) => doc
+            .iter()
+            .map(|(name, inner)| if name == "winningPlan" { inner.to_string() } else { chosen(inner) })
+            .collect(),
+        Bson::Array(items) => items.iter().map(chosen).collect(),
+        _ => String::new(),
+    }
+}
+
 #[tokio::test]
 async fn a_read_of_many_keys_looks_at_their_sources_alone() {
     let test = denormd_fixture::database().await;
@@ -307,7 +319,8 @@ async fn an_index_makes_no_null_of_a_missing_field() {
                 if at_once == 1 {
                     let plan =
                         database.run_command(doc! {"explain": command, "verbosity": "queryPlanner"}).await.unwrap();
-                    assert_eq!(plan.to_string().contains("PROJECTION_COVERED"), nth >= fetches.len(), "{form}: {plan}");
+                    let covered = chosen(&plan.into()).contains("PROJECTION_COVERED");
+                    assert_eq!(covered, nth >= fetches.len(), "{form}");
                 }
             }
         }

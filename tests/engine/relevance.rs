@@ -105,7 +105,7 @@ async fn updates_that_may_move_a_reference_are_sent_and_our_own_are_not() {
     all_but(3, PRICES, &before, &changes).await;
 }
 
-/// A created document refers by its `_id` alone. The search for references that are documents failed without a path, and every write of
+/// A created document refers only by its `_id`. The search for references that are documents had no path and failed, so every write of
 /// denormd's own was sent.
 #[tokio::test]
 async fn our_own_writes_to_created_documents_are_not_sent() {

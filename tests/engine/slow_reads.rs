@@ -166,10 +166,13 @@ async fn range_for(log: &Collection<Document>, time: Duration) -> u128 {
     const RANGE: u128 = 20_000;
     let added = doc! {"$map": {"input": {"$range": [0, i32::try_from(RANGE).unwrap()]}, "in": {"$add": ["$$this", 1]}}};
     let filter = doc! {"$expr": {"$gte": [{"$sum": added}, "$least"]}};
-    let started = Instant::now();
-    let found: Vec<Document> = log.find(filter).limit(DOCUMENTS.into()).await.unwrap().try_collect().await.unwrap();
-    assert_eq!(found.len(), DOCUMENTS as usize);
-    (RANGE * time.as_nanos() / (started.elapsed() / DOCUMENTS).as_nanos()).max(1000)
+    let mut least = Duration::MAX;
+    for _ in 0..3 {
+        let (started, found) = (Instant::now(), log.find(filter.clone()).limit(DOCUMENTS.into()).await.unwrap());
+        assert_eq!(found.try_collect::<Vec<Document>>().await.unwrap().len(), DOCUMENTS as usize);
+        least = least.min(started.elapsed());
+    }
+    (RANGE * time.as_nanos() / (least / DOCUMENTS).as_nanos()).max(1000)
 }
 
 /// The time limit of which a write to a single document and its majority take a tenth on this server; at least `shortest`, and no
@@ -211,7 +214,7 @@ async fn a_backfill_goes_on_where_a_page_takes_too_long_to_write() {
 async fn a_fan_out_that_one_read_cannot_sort_goes_through_the_collection_in_parts() {
     let test = denormd_fixture::database().await;
     let db = hosts_and_log(&test, |_| 0).await;
-    // All targets take twelve times the limit: more than two statements write at once before a fan-out job takes over.
+    // All targets take twelve times the limit, so two statements at once cannot write them in time, and a fan-out job takes over.
     let range = range_for(&db.collection("log"), LIMIT * 12 / LOG.unsigned_abs()).await;
     let daemon = start(&test, range).await;
     daemon.settled().await;

@@ -399,7 +399,7 @@ async fn a_source_with_an_unusable_value_is_a_dead_letter() {
     daemon.stop().await;
 }
 
-/// A range of dates also finds sources of another interval. If something of one could not be computed, this interval's document
+/// A range of dates also finds sources of another interval. If computing something from one of them failed, this interval's document
 /// became a dead letter.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_of_another_interval_does_not_count() {

@@ -52,7 +52,7 @@ pub fn delete(collection: &'static str, id: impl Into<Bson>) -> Write {
 /// The fields of a collection.
 #[derive(Debug, Default)]
 struct Fields {
-    /// Paths of values that are no documents.
+    /// Paths of values that are not documents.
     scalar: BTreeSet<String>,
     /// Names of top-level fields that hold an array at some time: a compound index takes one of those at most.
     with_arrays: BTreeSet<String>,
@@ -74,7 +74,7 @@ impl Fields {
         self.with_arrays.extend(path.split('.').next().map(str::to_owned));
     }
 
-    /// True if an index of every kind of value may hold the path.
+    /// True if an index can cover the path: its top-level field never holds an array.
     fn may_cover(&self, path: &str) -> bool {
         let is_name = |name: &str| !name.is_empty() && !name.starts_with('$');
         path.split('.').all(is_name) && path.split('.').next().is_some_and(|root| !self.with_arrays.contains(root))
@@ -239,9 +239,10 @@ impl Placed<'_> {
         }
     }
 
-    /// Creates indexes that hold every field without an array beside the fields that the rules match by: the server may read them
-    /// alone, without the documents.
-    async fn index_everything(&self, plan: &Plan) {
+    /// Creates indexes that hold every field without an array beside the fields that the rules match by: the server can answer from them
+    /// alone, without the documents. Returns their number: not every collection can have such an index.
+    async fn index_everything(&self, plan: &Plan) -> usize {
+        let mut created = 0;
         let mut collections: BTreeMap<&str, Fields> = BTreeMap::new();
         let expected =
             self.case.expect.iter().flat_map(|(name, documents)| documents.iter().map(move |one| (name, one)));
@@ -262,9 +263,10 @@ impl Placed<'_> {
             let paths = matched.chain(others).chain(["_id".to_owned()]);
             let keys: Document = paths.map(|path| (path, Bson::Int32(1))).collect();
             let options = IndexOptions::builder().name(format!("all{nth}")).build();
-            // Not every collection can have such an index.
-            collection.create_index(IndexModel::builder().keys(keys).options(options).build()).await.ok();
+            let index = collection.create_index(IndexModel::builder().keys(keys).options(options).build()).await;
+            created += usize::from(index.is_ok());
         }
+        created
     }
 
     async fn perform(&self, write: &Write) {
@@ -384,7 +386,9 @@ pub async fn run(cases: &[Case], way: Way) {
     each(&placed, Placed::prepare).await;
     if way == Way::Flood {
         let plan = &crate::support::daemon::context(&config).await.plan;
-        each(&placed, |placed| placed.index_everything(plan)).await;
+        let created = stream::iter(&placed).map(|placed| placed.index_everything(plan)).buffer_unordered(16);
+        let created: usize = created.fold(0, async |all, one| all + one).await;
+        assert!(created >= placed.len(), "{created} indexes for {} cases", placed.len());
     }
     if way == Way::Backfill {
         // Pre-images must be kept before anything is deleted, so collections are created first.
