@@ -207,7 +207,7 @@ impl Cause {
             Self::ServerSlow => "look at the server's load and replication lag (rs.printSecondaryReplicationInfo())",
             Self::HotKey => "wait; if this happens often, copy a field that changes less often",
             Self::Throttled => {
-                "look at the causes beside this one; while a backfill runs, lower `limits.backfill_per_second`"
+                "look at the causes beside this one; while a backfill runs, set or lower `limits.backfill_per_second`"
             }
             Self::CatchingUp => "wait: the lag falls. If it does not, look at the server's load",
             Self::Backfilling => "wait, see its progress",
@@ -226,7 +226,7 @@ impl Cause {
                 "grant `find` on local.oplog.rs, or watch the remaining oplog window by other means; if the read takes too long, the server is overloaded; a router has no oplog, so watch each shard's"
             }
             Self::Stalled => {
-                "run `denormd support-bundle --to bundle.json`, then restart the daemon, and report the file and its log"
+                "run `denormd support-bundle --to bundle.json`, then restart the daemon, and report the file and the daemon's log"
             }
             Self::Unavailable => {
                 "`denormd plan` says what is missing, see also the errors below; the rule resumes by itself, with a backfill"
