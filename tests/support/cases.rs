@@ -93,7 +93,7 @@ impl Write {
                     match assigned.as_document() {
                         Some(assigned) if operator == "$set" => fields.add("", assigned),
                         assigned => {
-                            assigned.into_iter().flat_map(Document::keys).for_each(|path| fields.add_array(path))
+                            assigned.into_iter().flat_map(Document::keys).for_each(|path| fields.add_array(path));
                         }
                     }
                 }
