@@ -426,6 +426,28 @@ async fn a_rule_that_is_no_longer_once_needs_agreement() {
     assert_eq!(orders.count_documents(doc! {"customerName": "Ada 1"}).await.unwrap(), 3);
 }
 
+/// Where a reference dangled, the rule had kept what the application wrote. Without `on_missing: keep` these values were removed, and with
+/// another reference they were overwritten, as if the rule had written them.
+#[tokio::test]
+async fn a_rule_that_kept_values_without_a_source_needs_agreement_to_lose_them() {
+    let test = denormd_fixture::database().await;
+    let db = test.database();
+    orders(&db, 1000).await;
+    let orders = db.collection::<Document>("orders");
+    let by_the_application = doc! {"$set": {"customer": 99, "customerName": "a visitor"}};
+    orders.update_many(doc! {"_id": {"$lt": 9}}, by_the_application).await.unwrap();
+    let run = async |rule: &str| state_after_a_run(&test, rule).await;
+    let keeps = RIGHT.replace("$firstName } }", "$firstName }, on_missing: keep }");
+    assert_eq!(run(&keeps).await, RuleState::Live);
+    // The values of the other orders are the rule's own.
+    let renamed = keeps.replace("$firstName", "{ $concat: [$firstName, '!'] }");
+    assert_eq!(run(&renamed).await, RuleState::Live);
+    let state = run(RIGHT).await;
+    let Some(BlockReason::Adoption(adoption)) = state.block() else { panic!("{state:?}") };
+    assert_eq!(adoption.causes[0], "it would remove 9 of 1000 existing values");
+    assert_eq!(orders.count_documents(doc! {"customerName": "a visitor"}).await.unwrap(), 9);
+}
+
 /// Values that the application writes while a rule is not in the config belong to the application. A rule that returned overwrote them.
 #[tokio::test]
 async fn a_rule_that_returns_to_the_config_needs_agreement_like_a_new_one() {

@@ -29,7 +29,7 @@ use denormd_mongo::{
     error::{Error, Kind, Result},
 };
 use denormd_rules::{
-    config::Mistake,
+    config::{Mistake, OnMissing},
     plan::{Assignment, Rule, Values, is_once, narrowed, owned_paths, reference::Role, tree::Tree},
 };
 
@@ -214,19 +214,22 @@ impl EarlierWrites {
     /// The writes of this definition; none without one.
     #[must_use]
     pub fn of(rule: &Rule, earlier: Option<&Document>) -> Self {
-        // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here. The values of a rule that was
-        // `once` may be the application's.
-        let counts = |earlier: &&Document| {
-            earlier.get("target") == rule.definition.get("target")
-                && !earlier.get_bool("shadow").unwrap_or_default()
-                && (!is_once(earlier) || is_once(&rule.definition))
-        };
-        let earlier = earlier.map(|earlier| narrowed(earlier, &rule.definition));
-        let Some(earlier) = earlier.as_ref().filter(counts) else { return Self::default() };
         let decides = |definition: &Document| {
             let parts = definition.clone().into_iter();
             parts.filter(|(name, _)| !matches!(name.as_str(), "values" | "sort" | "shadow")).collect::<Document>()
         };
+        // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here. The values of a rule that was
+        // `once` may be the application's, and so may those that `on_missing: keep` has kept, if other references dangle now.
+        let kept_missing =
+            |earlier: &Document| earlier.get_str("on_missing").is_ok_and(|policy| policy == OnMissing::Keep.stored());
+        let counts = |earlier: &&Document| {
+            earlier.get("target") == rule.definition.get("target")
+                && !earlier.get_bool("shadow").unwrap_or_default()
+                && (!is_once(earlier) || is_once(&rule.definition))
+                && (!kept_missing(earlier) || decides(earlier) == decides(&rule.definition))
+        };
+        let earlier = earlier.map(|earlier| narrowed(earlier, &rule.definition));
+        let Some(earlier) = earlier.as_ref().filter(counts) else { return Self::default() };
         let otherwise = |definition: &Document| definition.get_document("values").ok()?.get("otherwise").cloned();
         // Without a source, the earlier definition kept the document.
         let values = earlier.get_document("values").ok();
@@ -714,8 +717,11 @@ impl Counting<'_> {
                     let (front, back) = part.split_at(part.len() / 2);
                     stack.extend([back, front]);
                 }
-                Err(error) if error.kind == Kind::Refused => self.out.figures.compared += part.len() as u64,
-                Err(error) if matches!(error.kind, Kind::ReadTimedOut | Kind::TooLarge) => return Ok(false),
+                // It becomes a dead letter, and keeps its values.
+                Err(error) if error.kind == Kind::Refused && part.len() == 1 => self.out.figures.compared += 1,
+                Err(error) if matches!(error.kind, Kind::Refused | Kind::ReadTimedOut | Kind::TooLarge) => {
+                    return Ok(false);
+                }
                 Err(error) => return Err(error),
             }
         }
