@@ -160,7 +160,7 @@ pub async fn nested(server: &Server, plan: &Plan) -> Result<BTreeSet<Namespace>>
     for database in plan.databases() {
         let namespaces: Vec<Namespace> = plan.namespaces().into_iter().filter(|ns| ns.database == database).collect();
         for (namespace, names) in relevance::scalars(plan, &namespaces, &BTreeSet::new()) {
-            // Only an `_id` refers.
+            // These documents refer by their `_id` alone, which never changes.
             if names.is_empty() {
                 continue;
             }

@@ -98,7 +98,7 @@ impl Write {
                     }
                 }
             }
-            // What a pipeline computes may be an array.
+            // A pipeline may set a field to an array.
             Self::Update(name, _, pipeline) => {
                 let stages = pipeline.as_array().into_iter().flatten().filter_map(Bson::as_document);
                 let assigned = stages.flat_map(Document::values).filter_map(Bson::as_document).flat_map(Document::keys);

@@ -219,7 +219,7 @@ impl EarlierWrites {
             parts.filter(|(name, _)| !matches!(name.as_str(), "values" | "sort" | "shadow")).collect::<Document>()
         };
         // A shadow rule wrote nothing, and a rule with other targets wrote nothing that counts here. The values of a rule that was
-        // `once` may be the application's, and so may those that `on_missing: keep` has kept, if other references dangle now.
+        // `once` may be the application's. So may those that `on_missing: keep` has kept, unless the same references dangle now.
         let kept_missing =
             |earlier: &Document| earlier.get_str("on_missing").is_ok_and(|policy| policy == OnMissing::Keep.stored());
         let counts = |earlier: &&Document| {
